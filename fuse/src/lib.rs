@@ -5,7 +5,6 @@
 //! types, and the client executes it. `docs/fuse.md` says what the kernel may cache, what is local
 //! to one mount and what does not work.
 
-mod memory;
 mod mount;
 mod mountpoint;
 pub mod supervisor;
@@ -13,8 +12,10 @@ pub mod table;
 mod transport;
 pub mod vfs;
 
-pub use memory::{MEMORY_FILE, MemoryLimit, can_mount, memory_byte, mount_memory_limit};
 pub use mount::{Mount, MountConfig, Transport, attach, learn, mount, serve};
-pub use mountpoint::{fusermount, remount};
+pub use mountpoint::{can_mount, fusermount, remount};
 pub use rustix::mount::MountFlags;
-pub use transport::dev::interim::Interim;
+pub use transport::{
+    dev::interim::Interim,
+    kernel::{MAX_REQUEST, MountedSession, OPEN_FLAGS, negotiate},
+};

@@ -144,6 +144,11 @@ pub(crate) fn detach(at: &Path, lazy: bool) -> Result<()> {
     }
 }
 
+/// Whether this machine can mount at all: `/dev/fuse` is there and this process may use it.
+pub fn can_mount(probe: &Path) -> Result<()> {
+    check(&MountConfig::new(probe))
+}
+
 /// Detects mistakes that the kernel would answer with a bare error number.
 pub(crate) fn check(cfg: &MountConfig) -> Result<()> {
     let at = shown(&cfg.mountpoint);

@@ -18,7 +18,8 @@ use std::{
 
 use strake_client::{Client, Config, Creds, File, LayoutSpec};
 use strake_fabric::{Identity, Pool, Road, Roads, Use, conn::Options as Connections};
-use strake_gds::{Bridge, Checksums, GpuMem, HostMem, Options, Policy, Report, Tier, Transfer};
+use strake_fake_gpu::FakeGpu;
+use strake_gds::{Bridge, Checksums, GpuMem, Options, Policy, Report, Tier, Transfer};
 use strake_proto::layout::splitmix64;
 use strake_runtime::{Env, keyfile};
 
@@ -32,7 +33,7 @@ type Done<T> = Result<T, Box<dyn Error>>;
 
 struct Job {
     client: Client,
-    mem: HostMem,
+    mem: FakeGpu,
     bridge: Bridge,
 }
 
@@ -49,7 +50,7 @@ impl Job {
         let client =
             Client::connect(Config::new(vec![mds.parse()?]), Env::system(), Arc::new(roads))
                 .await?;
-        let mem = HostMem::new();
+        let mem = FakeGpu::new();
         mem.play_sums();
         let options = Options { slot_bytes: 256 << 10, ..Options::default() };
         let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(client.clone()), options).await?;

@@ -1,13 +1,14 @@
-use std::sync::Arc;
-
 use strake_fabric::Pool;
 
 use super::*;
-use crate::{Bridge, Options, plan::Standing, reason};
+use crate::{
+    Bridge, Options,
+    fake::{Copied, FakeGpu},
+    plan::Standing,
+    reason,
+};
 
-#[test]
-fn pointers_are_told_apart() {
-    let m = HostMem::new();
+fn tells_pointers_apart(m: &dyn GpuMem) {
     let a = m.alloc(1000).unwrap();
     let b = m.alloc(10).unwrap();
     m.check(a, 1000).unwrap();
@@ -22,7 +23,14 @@ fn pointers_are_told_apart() {
     assert_eq!(m.check(a + 5, 1), Err(Fault::Freed { addr: a + 5 }));
     assert_eq!(m.free(a), Err(Fault::Freed { addr: a }));
     m.check(b, 10).unwrap();
-    assert_eq!(HostMem::new().check(b + ALIGN, 1), Err(Fault::Foreign { addr: b + ALIGN }));
+    assert_eq!(m.check(b + ALIGN, 1), Err(Fault::Foreign { addr: b + ALIGN }));
+}
+
+#[test]
+fn pointers_are_told_apart() {
+    tells_pointers_apart(&HostMem::new());
+    let m = FakeGpu::new();
+    tells_pointers_apart(&m);
     m.limit_room(20);
     assert_eq!(m.alloc(11), Err(Fault::NoMemory { bytes: 11 }));
     m.alloc(10).unwrap();
@@ -30,7 +38,7 @@ fn pointers_are_told_apart() {
 
 #[test]
 fn memory_that_is_lent_is_the_devices_until_it_is_taken_back() {
-    let (m, mut mine) = (HostMem::new(), vec![1u8; 100]);
+    let (m, mut mine) = (FakeGpu::new(), vec![1u8; 100]);
     let (start, addr) = (mine.as_mut_ptr(), mine.as_mut_ptr().addr() as u64);
     assert_eq!(m.check(addr, 1), Err(Fault::Foreign { addr }));
     // SAFETY: `mine` lives to the end of the test and is used by nobody else meanwhile.
@@ -44,8 +52,40 @@ fn memory_that_is_lent_is_the_devices_until_it_is_taken_back() {
 }
 
 #[test]
-fn a_stream_copies_when_it_is_waited_for_and_not_before() {
+fn host_memory_is_copied_and_pinned_at_once() {
     let m = HostMem::new();
+    let (a, data) = (m.alloc(8).unwrap(), *b"a buffer");
+    let (mut s, mut back) = (m.stream().unwrap(), [0; 8]);
+    // SAFETY: both arrays outlive the stream, which copies at once.
+    unsafe {
+        s.load(a, data.as_ptr(), 8).unwrap();
+        s.save(back.as_mut_ptr(), a, 8).unwrap();
+        assert_eq!(s.load(a + 1, data.as_ptr(), 8), m.check(a + 1, 8));
+    }
+    let mark = s.mark().unwrap();
+    s.wait(mark).unwrap();
+    assert_eq!((back, s.sum(a, 8).is_err(), m.sums().is_err()), (data, true, true));
+    let held = m.export(a, 8).unwrap();
+    m.free(a).unwrap();
+    assert_eq!((held.len(), m.export(a, 8).err()), (8, Some(Fault::Freed { addr: a })));
+
+    let mut page = strake_fabric::BufMut::unpooled(8192);
+    let start = page.as_mut_ptr();
+    // SAFETY: the pages live to the end of the test.
+    if unsafe { m.pin(start, 8192) }.is_err() {
+        return println!("skipped: no memory can be locked here");
+    }
+    // SAFETY: as above.
+    assert!(unsafe { m.pin(start.wrapping_add(4096), 4096) }.is_err(), "a part of it is pinned");
+    m.unpin(start);
+    // SAFETY: as above.
+    unsafe { m.pin(start.wrapping_add(4096), 4096) }.unwrap();
+    m.unpin(start.wrapping_add(4096));
+}
+
+#[test]
+fn a_stream_copies_when_it_is_waited_for_and_not_before() {
+    let m = FakeGpu::new();
     let a = m.alloc(8).unwrap();
     let (mut s, host) = (m.stream().unwrap(), *b"a buffer");
     // SAFETY: `host` lives until the mark is waited for.
@@ -59,7 +99,7 @@ fn a_stream_copies_when_it_is_waited_for_and_not_before() {
 
 #[test]
 fn faults_come_when_they_were_ordered() {
-    let m = HostMem::new();
+    let m = FakeGpu::new();
     let a = m.alloc(64).unwrap();
     let host = [7u8; 64];
     let load = |n: u64| -> Vec<Result<(), Fault>> {
@@ -94,7 +134,7 @@ fn faults_come_when_they_were_ordered() {
 /// detects it.
 #[tokio::test]
 async fn every_reason_can_be_forced_on_every_tier() {
-    let mem = HostMem::new();
+    let mem = FakeGpu::new();
     let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(Pool::default()), Options::default())
         .await
         .unwrap();

@@ -25,12 +25,19 @@
 
 #![warn(missing_docs)]
 
-pub mod bench;
+// The tests' device names this crate so.
+#[cfg(test)]
+extern crate self as strake_gds;
+
 mod bridge;
 pub mod child;
 mod copier;
 mod cuda;
 mod direct;
+#[cfg(test)]
+#[path = "../../cluster-tests/fake-gpu/src/lib.rs"]
+#[allow(dead_code, reason = "other crates' tests use the rest")]
+mod fake;
 mod file;
 mod host;
 pub mod local;
@@ -51,10 +58,10 @@ mod tier;
 pub use bridge::{Bridge, Options, Transfer};
 pub use cuda::Cuda;
 pub use file::{FileIo, Network, Strict, Watched, not_direct};
-pub use host::{Copied, HostMem, Pinned};
-pub use mem::{Fault, GpuMem, Mark, Stream};
+pub use host::HostMem;
+pub use mem::{Before, Fault, GpuMem, Mark, Stream};
 pub use numa::Numa;
-pub use pins::Registry;
+pub use pins::{MIN_SLOT, Registry, Slot};
 pub use reason::Unavailable;
 pub use report::{Checksum, Checksums, Direction, Failed, Report, Switch};
 pub use tally::{FileTiers, Tally};

@@ -21,7 +21,7 @@ use crate::{
 
 /// Locked memory that a bridge takes where the process has no limit.
 const UNLIMITED: u64 = 512 << 20;
-/// The smallest slot that is worth a copy.
+/// The smallest slot that is worth a copy, in bytes.
 pub const MIN_SLOT: usize = 256 << 10;
 
 /// What is registered with a driver by all bridges of this process that use it. A driver registers
@@ -175,7 +175,8 @@ impl Drop for Mapping {
     }
 }
 
-/// Pinned memory through which a worker copies.
+/// Host memory of whole pages that is pinned for a device as long as this lives, for copies between
+/// the two.
 pub struct Slot {
     memory: Mapping,
     device: Arc<dyn GpuMem>,
@@ -183,8 +184,8 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Fails if more than `limit` bytes would be pinned with it. `prepare` is called with its
-    /// memory before that is touched.
+    /// `len` bytes. Fails if more than `limit` bytes would be pinned with it for the device's driver.
+    /// `prepare` is called with its memory before that is touched.
     pub fn new(
         device: &Arc<dyn GpuMem>,
         len: usize,
@@ -199,12 +200,14 @@ impl Slot {
         Ok(Slot { memory, device: device.clone(), registry })
     }
 
+    /// Its bytes.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: mapped as long as `self` lives; who writes through `as_mut_ptr` has `self` to
         // itself meanwhile.
         unsafe { std::slice::from_raw_parts(self.memory.start.as_ptr(), self.memory.len) }
     }
 
+    /// Its start, for copies by the device.
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.memory.start.as_ptr()
     }
@@ -399,12 +402,12 @@ mod tests {
     use strake_fabric::{Buf, BufMut, Pool};
 
     use super::*;
-    use crate::HostMem;
+    use crate::fake::FakeGpu;
 
     const MIB: usize = 1 << 20;
 
-    fn pins(limit: u64, ask: Option<u64>) -> (HostMem, Result<Pins, Fault>) {
-        let m = HostMem::new();
+    fn pins(limit: u64, ask: Option<u64>) -> (FakeGpu, Result<Pins, Fault>) {
+        let m = FakeGpu::new();
         m.limit_pins(limit);
         let device: Arc<dyn GpuMem> = Arc::new(m.clone());
         (m, Pins::new(&device, (4, 3, 4 * MIB), ask, (Some(0), &|_, _| {})))

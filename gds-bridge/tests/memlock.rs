@@ -9,7 +9,8 @@ use std::sync::Arc;
 use ram::{MIB, Ram, device, pattern, whole};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use strake_fabric::Pool;
-use strake_gds::{Bridge, HostMem, Options, Policy, Tier};
+use strake_fake_gpu::FakeGpu;
+use strake_gds::{Bridge, Options, Policy, Tier};
 
 #[tokio::test]
 async fn a_limit_of_8_mib_makes_a_smaller_pool_that_says_so() {
@@ -21,7 +22,7 @@ async fn a_limit_of_8_mib_makes_a_smaller_pool_that_says_so() {
         println!("skipped: no more than {maximum} bytes may be locked here, this test wants 8 MiB");
         return;
     }
-    let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
+    let (mem, pool) = (FakeGpu::new(), Pool::new(64 << 20));
     // Really locked: nothing is simulated here.
     let bridge = Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), Options::default())
         .await

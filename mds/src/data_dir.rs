@@ -85,17 +85,13 @@ impl State {
     }
 }
 
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 impl Record {
     pub(crate) fn text(&self) -> String {
         let state = self.state.text();
         format!(
             "{MAGIC} {VERSION}\nmember {}\ncluster {}\nstate {state}\n",
             self.member,
-            hex(&self.cluster)
+            hex::encode(self.cluster)
         )
     }
 

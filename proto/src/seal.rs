@@ -79,10 +79,6 @@ mod tests {
     use super::*;
     use crate::layout::MAX_FILE_SIZE;
 
-    fn hex(d: &Digest) -> String {
-        d.iter().map(|b| format!("{b:02x}")).collect()
-    }
-
     #[test]
     fn roots_are_those_of_certificate_transparency() {
         // Leaves and roots from the tests of RFC 6962 implementations.
@@ -116,7 +112,7 @@ mod tests {
             })
             .collect();
         for (n, want) in roots.iter().enumerate() {
-            assert_eq!(hex(&root(&digests[..n])), *want, "{n} leaves");
+            assert_eq!(hex::encode(root(&digests[..n])), *want, "{n} leaves");
         }
     }
 

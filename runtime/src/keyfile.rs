@@ -48,8 +48,8 @@ impl ClientKey {
 
     /// The text of its file.
     pub fn text(&self) -> String {
-        let servers = self.servers.map(|s| format!("{SERVERS}{}\n", encode_hex(s.as_bytes())));
-        format!("{}\n{}", encode_hex(&self.key), servers.unwrap_or_default())
+        let servers = self.servers.map(|s| format!("{SERVERS}{}\n", hex::encode(s.as_bytes())));
+        format!("{}\n{}", hex::encode(self.key), servers.unwrap_or_default())
     }
 
     /// The inverse of [`ClientKey::text`].
@@ -100,19 +100,10 @@ fn private(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|e| about(path, e))
 }
 
-fn encode_hex(key: &[u8; 32]) -> String {
-    key.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 /// 64 hexadecimal digits.
 pub fn decode_hex(s: &str) -> Option<[u8; 32]> {
-    if s.len() != 64 || !s.is_ascii() {
-        return None;
-    }
-    let mut key = [0u8; 32];
-    for (i, b) in key.iter_mut().enumerate() {
-        *b = u8::from_str_radix(&s[2 * i..2 * i + 2], 16).ok()?;
-    }
+    let mut key = [0; 32];
+    hex::decode_to_slice(s, &mut key).ok()?;
     Some(key)
 }
 
@@ -140,7 +131,7 @@ mod tests {
         // Computed by an independent implementation: HMAC-SHA256 of Python, then Ed25519 of
         // OpenSSL.
         let public = ClientKey::of(&[1; 32]).servers.unwrap();
-        assert_eq!(encode_hex(public.as_bytes()), PUBLIC);
+        assert_eq!(hex::encode(public.as_bytes()), PUBLIC);
     }
 
     const PUBLIC: &str = "be1b62cfdda7a4e7ef133a36fe07528945ecbad763882cc6e70672b26f118b02";

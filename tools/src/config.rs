@@ -124,7 +124,7 @@ pub fn read_text(kind: u8, text: &str) -> Result<()> {
 
 /// Writes a key file that only its owner may read. Refuses to replace one.
 pub fn write_key(path: &Path, key: &[u8; 32]) -> Result<()> {
-    let hex: String = key.iter().map(|b| format!("{b:02x}")).collect();
+    let hex = hex::encode(key);
     write_private(path, &format!("{hex}\n"))
 }
 

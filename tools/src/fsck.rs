@@ -10,8 +10,9 @@ use strake_fabric::{Endpoint, Identity, Pool, Roads};
 use strake_fsck::{Checker, Fate, Outcome, text};
 use strake_proto::Result;
 use strake_runtime::{ClientKey, Env};
+use strake_term::Progress;
 
-use crate::{config, dev::Cluster, mount, term::Progress};
+use crate::{config, dev::Cluster, mount};
 
 #[derive(Args)]
 pub struct FsckArgs {

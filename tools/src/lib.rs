@@ -20,7 +20,6 @@ mod scrub;
 mod serve;
 mod status;
 mod targets;
-mod term;
 
 use std::{ffi::OsString, path::Path, process::ExitCode};
 
@@ -67,10 +66,10 @@ enum Command {
     /// Show nodes, Raft, targets, chains and space.
     Status(status::StatusArgs),
     /// Measure the file system beside what this machine can do at all.
-    Bench(bench::BenchArgs),
+    Bench(strake_bench::cluster::BenchArgs),
     /// The mount that `bench` measures the kernel's FUSE with.
     #[command(hide = true)]
-    MemoryMount(bench::MemoryArgs),
+    MemoryMount(strake_bench::cluster::MemoryArgs),
     /// Cross-check metadata and stored chunks, and repair what differs if asked to.
     Fsck(fsck::FsckArgs),
     /// Have storage targets read all they hold and repair what is damaged; or show what was found.
@@ -120,7 +119,7 @@ pub fn main() -> ExitCode {
         Command::ClientKey(a) => client_key::run(&a),
         Command::Status(a) => status::status(&a),
         Command::Bench(a) => bench::bench(&a),
-        Command::MemoryMount(a) => bench::memory_mount(&a),
+        Command::MemoryMount(a) => strake_bench::cluster::memory_mount(&a),
         Command::Fsck(a) => fsck::fsck(&a),
         Command::Scrub(a) => scrub::scrub(&a),
         Command::Gds(c) => gds::run(c),

@@ -51,7 +51,7 @@ impl Lifeline {
         }
         let cluster = mds.join(",");
         let (dead, files) = look(folder, &cluster).map_err(failed)?;
-        let name = hex(&uuid);
+        let name = hex::encode(uuid);
         // Hidden under another name until it is locked and complete.
         let hidden = folder.join(format!(".{name}"));
         let path = folder.join(format!("{name}.client"));
@@ -91,10 +91,6 @@ fn mend(path: &Path) {
             path.display()
         );
     }
-}
-
-fn hex(uuid: &[u8; 16]) -> String {
-    uuid.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// The dead clients of a cluster and their files. Removes unlocked files that are invalid, or old
@@ -149,8 +145,9 @@ mod tests {
         let second = Lifeline::start(dir.path(), &a, [2; 16]).unwrap();
         assert!(second.dead.is_empty(), "the first one lives");
         // Killed processes leave their files and no locks.
-        fs::write(dir.path().join("x.client"), format!("{} a:1,b:1\n", hex(&[3; 16]))).unwrap();
-        fs::write(dir.path().join("y.client"), format!("{} c:1\n", hex(&[4; 16]))).unwrap();
+        fs::write(dir.path().join("x.client"), format!("{} a:1,b:1\n", hex::encode([3; 16])))
+            .unwrap();
+        fs::write(dir.path().join("y.client"), format!("{} c:1\n", hex::encode([4; 16]))).unwrap();
         fs::write(dir.path().join("z.client"), "nonsense").unwrap();
         for f in ["x.client", "y.client"] {
             fs::set_permissions(dir.path().join(f), Permissions::from_mode(0o644)).unwrap();

@@ -9,11 +9,11 @@ use strake_proto::{
     map::{MapView, ROLE_OSS},
     pb,
 };
+use strake_term::{size, table};
 
 use crate::{
     members::{Group, Reach},
     targets::{self, Held},
-    term::{size, table},
 };
 
 #[derive(Subcommand)]

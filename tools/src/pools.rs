@@ -7,11 +7,9 @@ use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use strake_mds::cluster::state::pool_action::{ADD, DESTROY, NEW, REMOVE};
 use strake_proto::{Code, Error, Result, TargetId, map::MapView, pb};
+use strake_term::{size, table};
 
-use crate::{
-    members::{Group, Reach, UNFINISHED, passes},
-    term::{size, table},
-};
+use crate::members::{Group, Reach, UNFINISHED, passes};
 use pb::members_request::Change;
 
 #[derive(Subcommand)]

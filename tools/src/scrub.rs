@@ -13,12 +13,9 @@ use serde_json::{Value, json};
 use strake_client::{Client, Creds};
 use strake_proto::{Code, Error, Ino, Result, layout::StripeMap, pb};
 use strake_runtime::ClientKey;
+use strake_term::{Progress, size, span, table};
 
-use crate::{
-    dev::Cluster,
-    mount, status,
-    term::{Progress, size, span, table},
-};
+use crate::{dev::Cluster, mount, status};
 
 #[derive(Args)]
 pub struct ScrubArgs {

@@ -14,13 +14,13 @@ use strake_proto::{
     pb,
     pb::{ReplicaState, admin_client::AdminClient},
 };
+use strake_term::{size, table};
 use tonic::transport::Channel;
 
 use crate::{
     config,
     dev::Cluster,
     targets::{percent, slow_json},
-    term::{size, table},
 };
 
 #[derive(Args)]

@@ -23,6 +23,7 @@ use strake_proto::{
     pb,
 };
 use strake_runtime::ClientKey;
+use strake_term::{size, span, table};
 
 use crate::{
     add_target::{self, AddArgs},
@@ -30,7 +31,6 @@ use crate::{
     losses,
     members::{Group, Reach, UNFINISHED, passes},
     scrub::{self, Damage},
-    term::{size, span, table},
 };
 use pb::members_request::Change;
 pub(crate) use strake_mds::cluster::moves::target_action::KEEP;

@@ -157,7 +157,7 @@ fn write_rank(
     progress.timed(|| file.sync_all()).map_err(|e| failed("fsync", e))?;
     progress.timed(|| fs::rename(&tmp, &name)).map_err(|e| failed("rename", e))?;
     progress.finished.fetch_add(1, Relaxed);
-    Ok(hex(&sum.finalize()))
+    Ok(hex::encode(sum.finalize()))
 }
 
 struct Killed {
@@ -321,17 +321,13 @@ fn sha256_of(path: &Path) -> Result<(String, u64)> {
     let mut bytes = 0;
     loop {
         match file.read(&mut block)? {
-            0 => return Ok((hex(&sum.finalize()), bytes)),
+            0 => return Ok((hex::encode(sum.finalize()), bytes)),
             n => {
                 sum.update(&block[..n]);
                 bytes += n as u64;
             }
         }
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -22,16 +22,17 @@ impl Report {
     }
 
     pub fn print(&self, total: Duration) {
-        let width = self.rows.iter().map(|r| r.0.len()).max().unwrap_or(0);
-        println!("\n{:<width$}  {:>9}  {:>8}  {:>8}", "what was done", "MB", "seconds", "MB/s");
+        let row = |what: &str, mb: String, seconds: String, rate: String| {
+            let numbers = [format!("{mb:>9}"), format!("{seconds:>8}"), format!("{rate:>8}")];
+            [&[what.to_string()][..], &numbers].concat()
+        };
+        let mut rows = vec![row("what was done", "MB".into(), "seconds".into(), "MB/s".into())];
         for (what, bytes, took) in &self.rows {
             let (mb, s) = (*bytes as f64 / 1e6, took.as_secs_f64());
-            if *bytes > 0 {
-                println!("{what:<width$}  {mb:>9.0}  {s:>8.1}  {:>8.0}", mb / s);
-            } else {
-                println!("{what:<width$}  {:>9}  {s:>8.1}  {:>8}", "-", "-");
-            }
+            let or_dash = |n: f64| if *bytes > 0 { format!("{n:.0}") } else { "-".into() };
+            rows.push(row(what, or_dash(mb), format!("{s:.1}"), or_dash(mb / s)));
         }
+        print!("\n{}", strake_term::table(&rows));
         println!("\nlongest time without service  {:.2} s", self.longest_stall.as_secs_f64());
         println!("bytes verified by SHA-256     {:.0} MB", self.verified as f64 / 1e6);
         println!("total time                    {:.0} s", total.as_secs_f64());

@@ -48,7 +48,7 @@ fn small(bytes: &[u8]) {
         read_mount_words(text, text),
     );
     if let Some(key) = decode_hex(text) {
-        let again: String = key.iter().map(|b| format!("{b:02x}")).collect();
+        let again = hex::encode(key);
         assert_eq!(decode_hex(&again), Some(key));
     }
     if let Ok(id) = TransportId::parse(text) {

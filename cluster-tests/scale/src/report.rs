@@ -72,20 +72,12 @@ impl Report {
     }
 
     pub fn text(&self, markdown: bool) -> String {
-        let head = ["what", "expected", "measured"].map(String::from);
-        let rows =
-            self.rows.iter().map(|r| [r.what.clone(), r.expected.into(), r.measured.clone()]);
-        let mut out = format!("{}\n\n", self.head);
-        if markdown {
-            let lines = std::iter::once(head).chain([["---"; 3].map(String::from)]).chain(rows);
-            out.extend(lines.map(|l| format!("| {} |\n", l.join(" | "))));
-            return out;
-        }
-        let all: Vec<_> = std::iter::once(head).chain(rows).collect();
-        let width = |n: usize| all.iter().map(|l| l[n].chars().count()).max().unwrap_or(0);
-        let (first, second) = (width(0), width(1));
-        out.extend(all.iter().map(|[a, b, c]| format!("{a:first$}  {b:second$}  {c}\n")));
-        out
+        let mut rows = vec![["what", "expected", "measured"].map(String::from).to_vec()];
+        rows.extend(
+            self.rows.iter().map(|r| vec![r.what.clone(), r.expected.into(), r.measured.clone()]),
+        );
+        let table = if markdown { strake_term::markdown(&rows) } else { strake_term::table(&rows) };
+        format!("{}\n\n{table}", self.head)
     }
 
     pub fn json(&self) -> Value {

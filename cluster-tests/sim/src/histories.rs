@@ -98,10 +98,7 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (c, trace) = (
-            &self.counts,
-            self.trace.iter().take(8).map(|b| format!("{b:02x}")).collect::<String>(),
-        );
+        let (c, trace) = (&self.counts, hex::encode(&self.trace[..8]));
         write!(
             f,
             "{} operations, {:.0} % overlap, {} kills, {} isolations, {} partitions, {} deaths, {} unknown, {} retries, \

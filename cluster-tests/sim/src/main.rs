@@ -250,7 +250,7 @@ fn one_baton(seed: u64, plant: Option<Plant>) -> Result<(String, Vec<String>, [u
 /// One run of [`lapse`].
 fn one_lapse(seed: u64) -> Result<(String, Vec<String>, [u8; 32])> {
     let o = lapse::run(seed)?;
-    let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
+    let hash = hex::encode(&o.trace[..8]);
     let said = format!(
         "{} looks, {} reads, {} writes, {} errors, {} faults counted, {:.0?} simulated, trace {hash}",
         o.looks,
@@ -337,7 +337,7 @@ fn sweep_files(args: &Args) -> u64 {
                 continue;
             }
         };
-        let hash: String = o.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
+        let hash = hex::encode(&o.trace[..8]);
         println!(
             "seed {seed}: {} of {} faults counted, {} writes, {} punches, {} cuts, {} seeks, {} syncs, {} reads, {} names, {} replaced, {} locks, {} looks, {} errors, {} lost, {} messages, {:.0?} simulated, trace {hash}",
             o.faults.counted(),

@@ -112,7 +112,7 @@ pub struct Done {
 
 impl fmt::Display for Done {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let hash: String = self.trace[..8].iter().map(|b| format!("{b:02x}")).collect();
+        let hash = hex::encode(&self.trace[..8]);
         let (mode, counted) = (self.mode.name(), self.faults.counted());
         write!(
             f,

@@ -185,10 +185,6 @@ fn flags(cluster: bool, signed: bool) -> u8 {
     of(cluster, CLUSTER) | of(signed, SIGNED)
 }
 
-fn hex(id: &[u8; 16]) -> String {
-    id.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 /// The highest version that both ends speak.
 fn pick_version(ours: (u16, u16), theirs: (u16, u16)) -> Result<u16> {
     let (low, high) = (ours.0.max(theirs.0), ours.1.min(theirs.1));
@@ -207,8 +203,8 @@ fn same_cluster(ours: Option<[u8; 16]>, theirs: Option<[u8; 16]>) -> Result<()> 
         (Some(a), Some(b)) if a != b => {
             let m = format!(
                 "another cluster: the listener belongs to {}, the dialer to {}",
-                hex(&a),
-                hex(&b)
+                hex::encode(a),
+                hex::encode(b)
             );
             Err(Error::new(Code::Unauthenticated, m))
         }
@@ -627,7 +623,7 @@ mod tests {
     fn bytes_are_as_documented() {
         let (cluster, nonce) = (Some([0xcc; 16]), [0xaa; 32]);
         let hello = Hello { versions: (1, 2), role: Role::Server, signed: false, cluster, nonce };
-        let text: String = hello.encode().iter().map(|b| format!("{b:02x}")).collect();
+        let text = hex::encode(hello.encode());
         let want =
             ["535452414b4548530100020002000100", &"cc".repeat(16), &"aa".repeat(32)].concat();
         assert_eq!(text, want);
@@ -643,7 +639,7 @@ mod tests {
             nonce: [0xbb; 32],
             proof: hmac_sha256(&[1; 32], &[LISTENER, &hello.encode()]),
         };
-        let text: String = w.encode().iter().map(|b| format!("{b:02x}")).collect();
+        let text = hex::encode(w.encode());
         let head =
             ["535452414b4548530100000000000100", &"cc".repeat(16), &"bb".repeat(32)].concat();
         assert_eq!(&text[..128], head);
@@ -658,14 +654,13 @@ mod tests {
     /// A whole handshake against bytes computed by an independent implementation (Python's hmac).
     #[tokio::test]
     async fn golden_exchange() {
-        let hex = |b: &[u8]| b.iter().map(|b| format!("{b:02x}")).collect::<String>();
         let (mut us, mut wire) = tokio::io::duplex(4096);
         let dialer = party(Identity::client(server(1).client_key), None, 0x11);
         let wire = async {
             let mut hello = [0; HELLO_LEN];
             wire.read_exact(&mut hello).await.unwrap();
             assert_eq!(
-                hex(&hello),
+                hex::encode(hello),
                 ["535452414b4548530100010001000000", &"00".repeat(16), &"11".repeat(32)].concat()
             );
             let (mut a, mut b) = tokio::io::duplex(4096);
@@ -675,11 +670,11 @@ mod tests {
                 a.read_exact(&mut welcome).await.unwrap();
                 let head = ["535452414b4548530100000000000100", &"cc".repeat(16), &"22".repeat(32)]
                     .concat();
-                assert_eq!(hex(&welcome), head + LISTENER_PROOF);
+                assert_eq!(hex::encode(welcome), head + LISTENER_PROOF);
                 wire.write_all(&welcome).await.unwrap();
                 let mut proof = [0; PROOF_LEN];
                 wire.read_exact(&mut proof).await.unwrap();
-                assert_eq!(hex(&proof), "0000000000000000".to_string() + DIALER_PROOF);
+                assert_eq!(hex::encode(proof), "0000000000000000".to_string() + DIALER_PROOF);
                 a.write_all(&proof).await.unwrap();
                 let mut verdict = [0; VERDICT_LEN];
                 a.read_exact(&mut verdict).await.unwrap();

@@ -8,11 +8,13 @@
 //! and are checked at compile time.
 
 use std::{
-    ffi::{CStr, CString, c_char, c_int, c_void},
+    error::Error as _,
+    ffi::{CString, c_char, c_int, c_void},
     mem::offset_of,
     sync::OnceLock,
 };
 
+use libloading::os::unix;
 use strake_proto::{Code, Error, Result};
 
 /// An opaque object of the libraries, used through its pointer only.
@@ -442,17 +444,14 @@ const INSTALL: &str =
 
 impl Handle {
     fn open(file: &'static str) -> Result<Handle> {
-        let name = CString::new(file).map_err(|_| missing("a library's name".into()))?;
-        // SAFETY: a NUL-terminated name; the libraries' constructors are their own affair. It is
-        // never closed.
-        let raw = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if raw.is_null() {
-            // SAFETY: after a failure it is a NUL-terminated text, valid until the thread's next
-            // call.
-            let why = unsafe { CStr::from_ptr(libc::dlerror()) }.to_string_lossy().into_owned();
-            return Err(missing(format!("{file} cannot be opened ({why}); {INSTALL}")));
-        }
-        Ok(Handle { raw, file })
+        // SAFETY: the libraries' constructors are their own affair.
+        let opened = unsafe { unix::Library::open(Some(file), unix::RTLD_NOW | unix::RTLD_LOCAL) };
+        let library = opened.map_err(|e| {
+            let why = e.source().map_or(e.to_string(), ToString::to_string);
+            missing(format!("{file} cannot be opened ({why}); {INSTALL}"))
+        })?;
+        // It is never closed.
+        Ok(Handle { raw: library.into_raw(), file })
     }
 
     fn symbol(&self, name: &str, version: &str) -> Result<*mut c_void> {

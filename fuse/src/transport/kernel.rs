@@ -1,5 +1,5 @@
-//! A session of the fuser crate, and its negotiation with the kernel. The mount and the
-//! memory-limit bench share it, so that they differ only in the file system that answers.
+//! A session of the fuser crate, and its negotiation with the kernel. It serves any file system, so
+//! that one that answers from memory has the settings of the mount.
 
 use std::{io, path::PathBuf};
 
@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use crate::{MountConfig, mountpoint, table};
 
 /// Largest read or write request: 256 pages of 4 KiB, the kernel's default limit.
-pub(crate) const MAX_REQUEST: u32 = 1 << 20;
+pub const MAX_REQUEST: u32 = 1 << 20;
 
 /// Flags that are used where the kernel offers them. Left out on purpose:
 /// - the writeback cache: with it the kernel would own size and mtime;
@@ -42,11 +42,11 @@ const WANTED: [InitFlags; 12] = [
 
 /// Flags in the answer to every open: another mount may write the data, so the kernel caches none
 /// of it.
-pub(crate) const OPEN_FLAGS: FopenFlags =
+pub const OPEN_FLAGS: FopenFlags =
     FopenFlags::FOPEN_DIRECT_IO.union(FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
 
 /// Answers the kernel's INIT.
-pub(crate) fn negotiate(kernel: &mut KernelConfig) {
+pub fn negotiate(kernel: &mut KernelConfig) {
     for flag in WANTED {
         // An error only means that this kernel does not offer the flag.
         let _ = kernel.add_capabilities(flag);
@@ -88,13 +88,14 @@ pub(crate) fn session_config(cfg: &MountConfig) -> Config {
 }
 
 /// A mounted fuser session, which runs on its own threads.
-pub(crate) struct MountedSession {
+pub struct MountedSession {
     ended: watch::Receiver<Option<Result<()>>>,
     mountpoint: PathBuf,
 }
 
 impl MountedSession {
-    pub(crate) fn start<FS: Filesystem>(fs: FS, cfg: &MountConfig) -> Result<MountedSession> {
+    /// Mounts the file system as `cfg` says, and serves it.
+    pub fn start<FS: Filesystem>(fs: FS, cfg: &MountConfig) -> Result<MountedSession> {
         let explain = |e: io::Error| mountpoint::explain(cfg, &e);
         let session = Session::new(fs, &cfg.mountpoint, &session_config(cfg)).map_err(explain)?;
         let (tell, ended) = watch::channel(None);
@@ -108,7 +109,8 @@ impl MountedSession {
         Ok(MountedSession { ended, mountpoint: cfg.mountpoint.clone() })
     }
 
-    pub(crate) async fn ended(&self) -> Result<()> {
+    /// Returns when it is unmounted.
+    pub async fn ended(&self) -> Result<()> {
         let mut ended = self.ended.clone();
         match ended.wait_for(Option::is_some).await {
             Ok(result) => result.clone().unwrap_or(Ok(())),
@@ -116,7 +118,8 @@ impl MountedSession {
         }
     }
 
-    pub(crate) fn unmount(&self) -> Result<()> {
+    /// Unmounts; an error while it is in use.
+    pub fn unmount(&self) -> Result<()> {
         mountpoint::detach(&self.mountpoint, false)
     }
 }

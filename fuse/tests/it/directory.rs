@@ -11,6 +11,7 @@ use std::{
 };
 
 use crate::common::Cluster;
+use crate::unmounted::unmounted;
 use strake_client::{Client, Creds};
 use strake_fuse::{MountConfig, can_mount, mount};
 use strake_proto::pb::{self, op::Op};
@@ -94,12 +95,7 @@ async fn entries_that_stay_are_seen_exactly_once() {
     changing.await.unwrap();
     read.unwrap();
     for m in [first, second] {
-        let unmounted = tokio::time::timeout(std::time::Duration::from_secs(60), async {
-            while m.unmount().await.is_err() {
-                tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-            }
-        });
-        unmounted.await.expect("still in use");
+        unmounted(&m).await;
     }
 }
 
@@ -165,10 +161,5 @@ async fn directories_that_another_mount_moves_are_found() {
     busy.await.unwrap();
     outcome.unwrap();
     assert!(made.load(Relaxed) > 60, "nobody was in the way");
-    let unmounted = tokio::time::timeout(std::time::Duration::from_secs(60), async {
-        while m.unmount().await.is_err() {
-            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-        }
-    });
-    unmounted.await.expect("still in use");
+    unmounted(&m).await;
 }

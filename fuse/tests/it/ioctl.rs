@@ -8,10 +8,10 @@ use std::{
         unix::fs::{MetadataExt, OpenOptionsExt},
     },
     path::Path,
-    time::Duration,
 };
 
 use crate::common::Cluster;
+use crate::unmounted::unmounted;
 use strake_fuse::{MountConfig, Transport, can_mount, mount};
 use strake_proto::ioctl::{FILE, FILE_BYTES, OpenedFile, SERVERS, SERVERS_BYTES, Servers};
 
@@ -63,12 +63,7 @@ async fn tells(transport: Transport) {
         .unwrap();
     let path = at.path().to_path_buf();
     tokio::task::spawn_blocking(move || look(&path)).await.unwrap();
-    let unmounted = tokio::time::timeout(Duration::from_secs(60), async {
-        while m.unmount().await.is_err() {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    });
-    unmounted.await.expect("still in use");
+    unmounted(&m).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

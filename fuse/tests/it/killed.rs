@@ -10,6 +10,7 @@ use std::{
 };
 
 use crate::common::Cluster;
+use crate::unmounted::unmounted;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use strake_client::Handover;
 use strake_fuse::{Mount, MountConfig, Transport, attach, can_mount, learn, mount, serve};
@@ -226,14 +227,4 @@ async fn umount_does_not_wait_for_servers_that_went_away_just_after_mounting() {
     let m = serve(&cfg, client, keep, descriptors, None).await.unwrap();
     umount(&cluster, dir.path()).await;
     m.wait().await.unwrap();
-}
-
-async fn unmounted(m: &Mount) {
-    let ending = async {
-        while let Err(e) = m.unmount().await {
-            assert_eq!(e.code, strake_proto::Code::Busy, "{e}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(LIMIT, ending).await.expect("still mounted");
 }

@@ -8,6 +8,7 @@ use std::{
 };
 
 use crate::common::Cluster;
+use crate::unmounted::unmounted;
 use strake_client::{Client, Creds, SetAttr};
 use strake_fuse::{Mount, MountConfig, can_mount, mount};
 
@@ -41,16 +42,6 @@ async fn stat(path: impl AsRef<Path>) -> Option<(u64, u32)> {
     let path = path.as_ref().to_path_buf();
     off(move || fs::symlink_metadata(path).map(|m| (m.ino(), m.permissions().mode() & 0o7777)).ok())
         .await
-}
-
-async fn unmounted(m: &Mount) {
-    let ending = async {
-        while let Err(e) = m.unmount().await {
-            assert_eq!(e.code, strake_proto::Code::Busy, "{e}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(30), ending).await.expect("still mounted");
 }
 
 fn mode(ino: u64, mode: u32) -> SetAttr {

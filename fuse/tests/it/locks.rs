@@ -8,6 +8,7 @@ use std::{
 };
 
 use crate::common::Cluster;
+use crate::unmounted::unmounted;
 use strake_client::{Creds, Lock, LockKind, LockType};
 use strake_fuse::{MountConfig, can_mount, mount};
 
@@ -64,10 +65,7 @@ async fn a_file_whose_locks_are_lost_is_not_read_or_written_as_if_they_were_ther
         locked.write_at(b"mine again", 0).unwrap();
     });
     work.await.unwrap();
-    while let Err(e) = m.unmount().await {
-        assert_eq!(e.code, strake_proto::Code::Busy, "{e}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    unmounted(&m).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

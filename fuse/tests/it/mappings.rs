@@ -1,9 +1,10 @@
 //! Memory mappings of files on a real kernel mount, together with all other ways to change the
 //! files: see `mappings.py`.
 
-use std::{path::Path, process::Command, time::Duration};
+use std::{path::Path, process::Command};
 
 use crate::common::Cluster;
+use crate::unmounted::unmounted;
 use strake_fuse::{MountConfig, can_mount, mount};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -24,13 +25,6 @@ async fn nothing_is_lost_beside_stores_through_a_mapping() {
     let (text, errors) =
         (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     println!("{text}");
-    // The kernel releases closed files a little later.
-    let unmounted = tokio::time::timeout(Duration::from_secs(60), async {
-        while let Err(e) = m.unmount().await {
-            assert_eq!(e.code, strake_proto::Code::Busy, "{e}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    });
-    unmounted.await.expect("still in use");
+    unmounted(&m).await;
     assert!(out.status.success(), "{:?}\n{text}\n{errors}", out.status);
 }

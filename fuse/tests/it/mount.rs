@@ -1,9 +1,10 @@
 //! A real kernel mount over a cluster in this process, used as programs use it: see `posix.sh` and
 //! `names.sh`.
 
-use std::{path::Path, process::Command, time::Duration};
+use std::{path::Path, process::Command};
 
 use crate::common::Cluster;
+use crate::unmounted::unmounted;
 use strake_fuse::{Mount, MountConfig, Transport, can_mount, mount};
 
 async fn mounted(cluster: &Cluster, at: &Path, transport: Transport) -> Mount {
@@ -25,14 +26,7 @@ async fn script(name: &str, args: Vec<std::path::PathBuf>) {
 }
 
 async fn end(m: Mount) {
-    // The kernel releases closed files a little later.
-    let unmounted = tokio::time::timeout(Duration::from_secs(60), async {
-        while let Err(e) = m.unmount().await {
-            assert_eq!(e.code, strake_proto::Code::Busy, "{e}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    });
-    unmounted.await.expect("still in use");
+    unmounted(&m).await;
 }
 
 /// The conformance suite: programs see the same file system with every FUSE transport.

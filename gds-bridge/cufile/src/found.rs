@@ -4,12 +4,13 @@
 //! another file that only the program's user may write. So an answer is trusted only from a mount
 //! made by root or by the program's own user: they could reach that file anyway.
 
-use std::{ffi::c_int, fs, os::fd::BorrowedFd};
+use std::{ffi::c_int, os::fd::BorrowedFd};
 
 use rustix::{
     fs::{FileType, Stat, fstat, fstatfs, major, minor},
     io::Errno,
 };
+use strake_mount_table::Mounted;
 use strake_proto::{
     Code,
     ioctl::{self, FILE_BYTES, OpenedFile, SERVERS_BYTES, Servers},
@@ -141,12 +142,9 @@ fn ask<const N: usize>(fd: c_int, number: u32) -> Done<Option<Box<[u8; N]>>> {
     })
 }
 
-/// The table of mounts.
-pub fn mounts() -> String {
-    // Paths may be any bytes.
-    fs::read("/proc/self/mountinfo")
-        .map(|t| String::from_utf8_lossy(&t).into_owned())
-        .unwrap_or_default()
+/// The table of mounts; empty where it cannot be read.
+pub fn mounts() -> Vec<Mounted> {
+    strake_mount_table::mounts().unwrap_or_default()
 }
 
 fn device(stat: &Stat) -> (u32, u32) {
@@ -197,22 +195,11 @@ struct MountOf {
     user: Option<u32>,
 }
 
-fn mounted(table: &str, device: (u32, u32)) -> Option<MountOf> {
+fn mounted(table: &[Mounted], device: (u32, u32)) -> Option<MountOf> {
     let device = format!("{}:{}", device.0, device.1);
-    table.lines().find_map(|line| {
-        let (mount, source) = line.split_once(" - ")?;
-        if mount.split(' ').nth(2)? != device {
-            return None;
-        }
-        let kind = source.split(' ').next()?.to_string();
-        // The last field: options of the file system.
-        let user = source
-            .rsplit(' ')
-            .next()?
-            .split(',')
-            .find_map(|o| o.strip_prefix("user_id=")?.parse().ok());
-        Some(MountOf { user: user.filter(|_| kind.starts_with("fuse")), kind })
-    })
+    let m = table.iter().find(|m| m.device == device)?;
+    let user = m.super_options.split(',').find_map(|o| o.strip_prefix("user_id=")?.parse().ok());
+    Some(MountOf { user: user.filter(|_| m.kind.starts_with("fuse")), kind: m.kind.clone() })
 }
 
 #[cfg(test)]
@@ -226,7 +213,8 @@ mod tests {
                      41 28 0:56 / /mnt/b\\040c rw - fuse.strake user_id=0 rw,user_id=1000,group_id=1000\n\
                      42 28 8:1 / / rw - ext4 /dev/sda1 rw,user_id=0\n\
                      junk\n";
-        let found = |device| mounted(table, device).map(|m| (m.kind, m.user));
+        let table = strake_mount_table::parse(table.as_bytes());
+        let found = |device| mounted(&table, device).map(|m| (m.kind, m.user));
         assert_eq!(found((0, 55)), Some((KIND.into(), Some(0))));
         assert_eq!(
             found((0, 56)),
@@ -235,7 +223,7 @@ mod tests {
         );
         assert_eq!(found((8, 1)), Some(("ext4".into(), None)), "not in user space");
         assert_eq!(found((0, 5)), None);
-        assert_eq!(mounted("", (0, 55)), None);
+        assert_eq!(mounted(&[], (0, 55)), None);
     }
 
     #[test]
@@ -245,7 +233,7 @@ mod tests {
         }
         let kind = |path: &str| {
             use std::os::fd::AsRawFd;
-            look(fs::File::open(path).unwrap().as_raw_fd()).unwrap()
+            look(std::fs::File::open(path).unwrap().as_raw_fd()).unwrap()
         };
         assert!(matches!(kind("/proc/self/exe"), Kind::Other(true)));
         assert!(

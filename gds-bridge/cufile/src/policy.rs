@@ -1,10 +1,11 @@
 //! `STRAKE_GDS_POLICY`: which tiers the bytes of a file may take, for all mounts (`POLICY`) or for
 //! one of them (`PATH=POLICY`), several with commas between.
 
-use std::{ffi::OsString, os::unix::ffi::OsStringExt, path::PathBuf};
+use std::ffi::OsString;
 
 use rustix::fs::{major, minor};
 use strake_gds::Policy;
+use strake_mount_table::Mounted;
 use strake_proto::{Code, Error, Result};
 
 use crate::{
@@ -29,7 +30,7 @@ pub fn of(file: &Found) -> Done<Policy> {
         })
 }
 
-fn demanded(text: &str, table: &str, device: (u32, u32)) -> Result<Policy> {
+fn demanded(text: &str, table: &[Mounted], device: (u32, u32)) -> Result<Policy> {
     let device = format!("{}:{}", device.0, device.1);
     text.split(',').try_fold(Policy::Prefer, |all, one| {
         let one = one.trim();
@@ -51,40 +52,14 @@ fn demanded(text: &str, table: &str, device: (u32, u32)) -> Result<Policy> {
 }
 
 /// The devices of our mounts at a path, from the table of mounts.
-fn devices_at<'a>(table: &'a str, at: &str) -> Result<Vec<&'a str>> {
+fn devices_at<'a>(table: &'a [Mounted], at: &str) -> Result<Vec<&'a str>> {
     let named = if at == "/" { at } else { at.trim_end_matches('/') };
-    let ours = table.lines().filter_map(|line| {
-        let (mount, source) = line.split_once(" - ")?;
-        let fields: Vec<&str> = mount.split(' ').collect();
-        let (device, point) = (fields.get(2)?, fields.get(4)?);
-        (source.starts_with(&format!("{} ", found::KIND)) && unescaped(point).as_os_str() == named)
-            .then_some(*device)
-    });
-    let devices: Vec<&str> = ours.collect();
+    let ours = |m: &&Mounted| m.kind == found::KIND && m.at.as_os_str() == named;
+    let devices: Vec<&str> = table.iter().filter(ours).map(|m| &m.device[..]).collect();
     if devices.is_empty() {
         return Err(Error::new(Code::Inval, format!("no StrakeFS is mounted at `{at}`")));
     }
     Ok(devices)
-}
-
-/// A path as the table of mounts writes it: blanks, line ends and backslashes as a backslash and
-/// three octal digits (proc_pid_mountinfo(5)).
-fn unescaped(field: &str) -> PathBuf {
-    let (mut bytes, mut rest) = (Vec::new(), field.as_bytes());
-    while let [first, tail @ ..] = rest {
-        let digits = tail.get(..3).and_then(|d| std::str::from_utf8(d).ok());
-        match digits.and_then(|d| u8::from_str_radix(d, 8).ok()).filter(|_| *first == b'\\') {
-            Some(byte) => {
-                bytes.push(byte);
-                rest = &tail[3..];
-            }
-            None => {
-                bytes.push(*first);
-                rest = tail;
-            }
-        }
-    }
-    OsString::from_vec(bytes).into()
 }
 
 #[cfg(test)]
@@ -103,7 +78,7 @@ mod tests {
     const TCP: Policy = Policy::AtLeast(Tier::BounceTcp);
 
     fn of(text: &str, device: u32) -> Result<Policy> {
-        demanded(text, TABLE, (0, device))
+        demanded(text, &strake_mount_table::parse(TABLE.as_bytes()), (0, device))
     }
 
     #[test]
@@ -133,15 +108,6 @@ mod tests {
             "/mnt/a",
         ] {
             assert_eq!(of(bad, 55).unwrap_err().code, Code::Inval, "{bad}");
-        }
-    }
-
-    #[test]
-    fn paths_are_read_as_the_kernel_writes_them() {
-        for (written, is) in
-            [("/a\\040b", "/a b"), ("/a\\", "/a\\"), ("/a\\09x", "/a\\09x"), ("\\134\\012", "\\\n")]
-        {
-            assert_eq!(unescaped(written), PathBuf::from(is));
         }
     }
 }

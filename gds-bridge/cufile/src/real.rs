@@ -34,7 +34,7 @@ macro_rules! functions {
                     library,
                     // SAFETY: the symbol is a function of cuFile's interface with this type, or is
                     // missing.
-                    $($field: unsafe { std::mem::transmute::<*mut c_void, Option<$type>>(library.symbol($symbol)) },)*
+                    $($field: unsafe { library.function::<$type>($symbol) },)*
                 }
             }
         }

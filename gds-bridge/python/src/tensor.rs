@@ -25,7 +25,7 @@ pub struct Block {
     device: Arc<Device>,
     pub address: u64,
     bytes: u64,
-    /// On the host stand-in: the memory itself, which is lent to the stand-in.
+    /// With `memory="host"`: the memory itself, which is lent to [`strake_gds::HostMem`].
     host: Option<Vec<u64>>,
 }
 
@@ -35,13 +35,13 @@ impl Block {
         let len = bytes.max(1);
         let (address, host) = match device.session.host() {
             None => (device.session.device().alloc(len).map_err(|f| failed(f.into()))?, None),
-            Some(stand_in) => {
+            Some(memory) => {
                 let mut words = vec![0u64; len.div_ceil(8) as usize];
                 let start = words.as_mut_ptr().cast::<u8>();
                 // SAFETY: the vector is neither moved nor dropped before `drop` takes it back.
                 // Programs must not use a tensor during a call that moves its bytes, as with every
                 // such library.
-                unsafe { stand_in.lend(start, words.len() * 8) };
+                unsafe { memory.lend(start, words.len() * 8) };
                 (start.expose_provenance() as u64, Some(words))
             }
         };
@@ -52,8 +52,8 @@ impl Block {
 impl Drop for Block {
     fn drop(&mut self) {
         match (&mut self.host, self.device.session.host()) {
-            (Some(words), Some(stand_in)) => {
-                stand_in.take_back(words.as_mut_ptr().cast(), words.len() * 8)
+            (Some(words), Some(memory)) => {
+                memory.take_back(words.as_mut_ptr().cast(), words.len() * 8)
             }
             // The result is ignored: a context that is gone has freed the memory already.
             _ => drop(self.device.session.device().free(self.address)),
@@ -196,7 +196,7 @@ pub struct Given {
     pub kind: Option<Dtype>,
     pub shape: Vec<usize>,
     device: Arc<Device>,
-    /// The number of bytes lent to the stand-in.
+    /// The number of bytes lent to [`strake_gds::HostMem`].
     lent: Option<usize>,
     /// Keeps the memory alive.
     _owner: Py<PyAny>,
@@ -247,11 +247,11 @@ impl Given {
             lent: None,
             _owner: owner.unbind(),
         };
-        if let (Some(stand_in), true) = (device.session.host(), len > 0) {
+        if let (Some(memory), true) = (device.session.host(), len > 0) {
             let start: *mut u8 = ptr::with_exposed_provenance_mut(given.address as usize);
             // SAFETY: the owner promises that the memory exists, and is held as long as this value;
             // for the rule for programs see `Block::new`.
-            unsafe { stand_in.lend(start, len as usize) };
+            unsafe { memory.lend(start, len as usize) };
             given.lent = Some(len as usize);
         }
         Ok(given)
@@ -260,8 +260,8 @@ impl Given {
 
 impl Drop for Given {
     fn drop(&mut self) {
-        if let (Some(len), Some(stand_in)) = (self.lent, self.device.session.host()) {
-            stand_in.take_back(ptr::with_exposed_provenance_mut(self.address as usize), len);
+        if let (Some(len), Some(memory)) = (self.lent, self.device.session.host()) {
+            memory.take_back(ptr::with_exposed_provenance_mut(self.address as usize), len);
         }
     }
 }

@@ -47,12 +47,9 @@ impl Export {
     pub fn of(library: &Path, attribute: impl Fn(c_int) -> c_int) -> Export {
         // SAFETY: functions of these names have these types in the driver's API.
         let (export, flush) = unsafe {
-            let export = find(library, c"cuMemGetHandleForAddressRange");
-            let flush = find(library, c"cuFlushGPUDirectRDMAWrites");
-            (
-                export.map(|f| std::mem::transmute::<*mut c_void, ExportRange>(f)),
-                flush.map(|f| std::mem::transmute::<*mut c_void, FlushWrites>(f)),
-            )
+            let export: Option<ExportRange> = find(library, c"cuMemGetHandleForAddressRange");
+            let flush: Option<FlushWrites> = find(library, c"cuFlushGPUDirectRDMAWrites");
+            (export, flush)
         };
         Export {
             library: library.display().to_string(),

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    ffi::{CStr, c_char, c_int, c_void},
+    ffi::{CStr, c_char, c_int},
     path::{Path, PathBuf},
     process, ptr,
     sync::{
@@ -53,10 +53,9 @@ pub fn registry_of(library: &Path) -> Arc<Registry> {
 pub fn pci_of(library: &Path, device: c_int) -> Result<String, String> {
     const SYMBOL: &CStr = c"cuDeviceGetPCIBusId";
     type Ask = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
-    let found =
-        find(library, SYMBOL).ok_or("the driver library has no function cuDeviceGetPCIBusId")?;
     // SAFETY: the function of this name has this type in the driver's API.
-    let ask = unsafe { std::mem::transmute::<*mut c_void, Ask>(found) };
+    let ask: Ask = unsafe { find(library, SYMBOL) }
+        .ok_or("the driver library has no function cuDeviceGetPCIBusId")?;
     let mut text: [c_char; 32] = [0; 32];
     // SAFETY: the length is given, and the last byte stays a zero.
     match unsafe { ask(text.as_mut_ptr(), 31, device) } {

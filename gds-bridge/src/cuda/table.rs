@@ -5,12 +5,11 @@
 //! a driver may return one that is in no list of today.
 
 use std::{
-    ffi::{CStr, CString, c_char, c_int, c_uint, c_void},
-    os::unix::ffi::OsStrExt,
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
     path::Path,
 };
 
-use crate::Unavailable;
+use crate::{Unavailable, local::library::Library};
 
 /// An opaque context, stream or event.
 pub type Handle = *mut c_void;
@@ -25,10 +24,16 @@ macro_rules! functions {
         impl Table {
             /// Opens the library and looks up all functions. It stays open until the process ends.
             pub fn open(library: &Path) -> Result<Table, Unavailable> {
-                let opened = Library::open(library)?;
+                let name = library.display().to_string();
+                let opened = Library::load(library)
+                    .map_err(|why| Unavailable::NoLibrary { library: name.clone(), why })?;
+                let missing = |symbol: &CStr| Unavailable::OldLibrary {
+                    library: name.clone(),
+                    symbol: symbol.to_string_lossy().into_owned(),
+                };
                 Ok(Table {
                     // SAFETY: the symbol is a function of the driver's API of this very type.
-                    $($field: unsafe { std::mem::transmute::<Handle, unsafe extern "C" fn($($arg),*) -> c_int>(opened.symbol($symbol)?) },)*
+                    $($field: unsafe { opened.function($symbol) }.ok_or_else(|| missing($symbol))?,)*
                 })
             }
         }
@@ -72,42 +77,10 @@ functions! {
 }
 
 /// Looks up a function that only newer drivers have.
-pub fn find(library: &Path, symbol: &CStr) -> Option<Handle> {
-    Library::open(library).and_then(|l| l.symbol(symbol)).ok()
-}
-
-struct Library {
-    name: String,
-    handle: Handle,
-}
-
-impl Library {
-    fn open(path: &Path) -> Result<Library, Unavailable> {
-        let name = path.display().to_string();
-        let missing = |why: String| Unavailable::NoLibrary { library: name.clone(), why };
-        let file = CString::new(path.as_os_str().as_bytes())
-            .map_err(|_| missing("its name has a zero byte".into()))?;
-        // SAFETY: opening a library runs its initialisers; that of the driver may be loaded by any
-        // thread.
-        let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if handle.is_null() {
-            // SAFETY: the last error of this thread, or null; copied before any other call of the
-            // loader.
-            let why = unsafe {
-                libc::dlerror().as_ref().map(|e| CStr::from_ptr(e).to_string_lossy().into_owned())
-            };
-            return Err(missing(why.unwrap_or_else(|| "the loader does not say why".into())));
-        }
-        Ok(Library { name, handle })
-    }
-
-    fn symbol(&self, symbol: &CStr) -> Result<Handle, Unavailable> {
-        // SAFETY: the handle is of a library that is never closed.
-        let found = unsafe { libc::dlsym(self.handle, symbol.as_ptr()) };
-        let missing = || Unavailable::OldLibrary {
-            library: self.name.clone(),
-            symbol: symbol.to_string_lossy().into_owned(),
-        };
-        if found.is_null() { Err(missing()) } else { Ok(found) }
-    }
+///
+/// # Safety
+/// `F` is the type of the function of this name.
+pub unsafe fn find<F: Copy>(library: &Path, symbol: &CStr) -> Option<F> {
+    // SAFETY: the caller's promise.
+    Library::load(library).ok().and_then(|l| unsafe { l.function(symbol) })
 }

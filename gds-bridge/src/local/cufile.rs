@@ -1,5 +1,5 @@
-//! The part of cuFile that is used here, behind a small interface: NVIDIA's library, or a stand-in
-//! that can be told to fail and to report wrong results.
+//! The part of cuFile that is used here, behind a small interface: NVIDIA's library, or reads into
+//! host memory in its place.
 
 use std::{io, os::fd::BorrowedFd, time::Duration};
 

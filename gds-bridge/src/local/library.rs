@@ -1,11 +1,15 @@
-//! Search for NVIDIA's cuFile library, and opening it; for the tier and for StrakeFS's own library
-//! of that interface.
+//! Libraries that are opened at run time; the search for NVIDIA's cuFile among them, for the tier
+//! and for StrakeFS's own library of that interface.
 
 use std::{
-    ffi::{CStr, CString, OsString, c_void},
-    os::unix::ffi::OsStrExt,
+    error::Error,
+    ffi::{CStr, OsString, c_void},
     path::{Path, PathBuf},
+    ptr,
+    sync::OnceLock,
 };
+
+use libloading::os::unix;
 
 /// The file names under which it is installed.
 const NAMES: [&str; 2] = ["libcufile.so.0", "libcufile.so"];
@@ -47,30 +51,14 @@ pub fn candidates() -> Vec<PathBuf> {
 
 /// A library that is open, and stays so until the process ends.
 #[derive(Clone, Copy, Debug)]
-pub struct Library(*mut c_void);
-
-// SAFETY: what the loader calls it by; any thread may give that to dlsym(3), and nobody closes it.
-unsafe impl Send for Library {}
-// SAFETY: as above.
-unsafe impl Sync for Library {}
+pub struct Library(&'static unix::Library);
 
 impl Library {
-    /// Opens a library that has a `cuFileRead` and is not our own; otherwise returns why not.
+    /// Opens cuFile: a library that has a `cuFileRead` and is not our own; otherwise returns why
+    /// not.
     pub fn open(name: &Path) -> Result<Library, String> {
+        let library = Library::load(name)?;
         let shown = name.display();
-        let file = CString::new(name.as_os_str().as_bytes())
-            .map_err(|_| format!("{shown}: a zero byte"))?;
-        // SAFETY: opening runs its initialisers; those of cuFile only set up memory of their own.
-        let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if handle.is_null() {
-            // SAFETY: the last error of this thread, or null; copied before any other call of the
-            // loader.
-            let why = unsafe {
-                libc::dlerror().as_ref().map(|e| CStr::from_ptr(e).to_string_lossy().into_owned())
-            };
-            return Err(why.unwrap_or_else(|| format!("{shown} cannot be opened")));
-        }
-        let library = Library(handle);
         if library.is_ours() {
             return Err(format!("{shown} is StrakeFS's own library of that interface"));
         }
@@ -80,9 +68,20 @@ impl Library {
         Ok(library)
     }
 
+    /// Opens any library; otherwise returns what the loader says.
+    pub(crate) fn load(name: &Path) -> Result<Library, String> {
+        // SAFETY: opening runs its initialisers; those of the driver and of cuFile only set up
+        // memory of their own, on any thread.
+        let opened = unsafe { unix::Library::open(Some(name), unix::RTLD_NOW | unix::RTLD_LOCAL) };
+        let library = opened.map_err(|e| e.source().map_or(e.to_string(), ToString::to_string))?;
+        Ok(Library(Box::leak(Box::new(library))))
+    }
+
     /// All libraries that the program has loaded.
     pub fn program() -> Library {
-        Library(libc::RTLD_DEFAULT)
+        static PROGRAM: OnceLock<unix::Library> = OnceLock::new();
+        // SAFETY: the loader knows this handle. It is never closed.
+        Library(PROGRAM.get_or_init(|| unsafe { unix::Library::from_raw(libc::RTLD_DEFAULT) }))
     }
 
     /// Whether it contains StrakeFS's own library of that interface.
@@ -92,7 +91,16 @@ impl Library {
 
     /// The address of a symbol; null if there is none.
     pub fn symbol(self, name: &CStr) -> *mut c_void {
-        // SAFETY: looks a name up in a library that is open, or in all that the program has.
-        unsafe { libc::dlsym(self.0, name.as_ptr()) }
+        // SAFETY: only the address is used.
+        unsafe { self.0.get::<*mut c_void>(name) }.map_or(ptr::null_mut(), |s| s.into_raw())
+    }
+
+    /// A function by its name; `None` if there is none.
+    ///
+    /// # Safety
+    /// `F` is the type of a function pointer, and that of the function of this name.
+    pub unsafe fn function<F: Copy>(self, name: &CStr) -> Option<F> {
+        // SAFETY: the caller's promise. A pointer to a function is never null, so `None` is.
+        unsafe { self.0.get::<Option<F>>(name) }.ok().and_then(|s| *s)
     }
 }

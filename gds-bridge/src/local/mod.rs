@@ -16,11 +16,11 @@ mod rounds;
 mod store;
 
 pub use cufile::{Counters, CuFile};
-pub use host::{HostCuFile, Trick, Tricks};
 pub use nvidia::Nvidia;
 pub use probe::{REFUSED, look};
 pub use rounds::Rounds;
 pub use store::{Copy, Header, Listed, Making, Sealed, check_folder, list, remove};
 
+pub(crate) use host::HostCuFile;
 pub(crate) use road::{Copies, Local, test};
 pub(crate) use store::remove_named;

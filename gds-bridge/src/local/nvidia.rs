@@ -81,9 +81,7 @@ macro_rules! functions {
             fn of(name: &Path, library: Library) -> Result<Table, Unavailable> {
                 Ok(Table {
                     // SAFETY: the symbol is a function of cuFile's interface of this very type.
-                    $($field: unsafe {
-                        std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) -> $result>(needed(name, library, $symbol)?)
-                    },)*
+                    $($field: unsafe { library.function($symbol) }.ok_or_else(|| old(name, $symbol))?,)*
                 })
             }
         }
@@ -155,13 +153,12 @@ pub struct Nvidia {
 /// Opened once per process.
 static OPENED: Mutex<Option<Arc<Nvidia>>> = Mutex::new(None);
 
-fn needed(file: &Path, library: Library, name: &CStr) -> Result<*mut c_void, Unavailable> {
-    let found = library.symbol(name);
-    let old = || Unavailable::OldCuFile {
+/// It lacks a function that is needed.
+fn old(file: &Path, name: &CStr) -> Unavailable {
+    Unavailable::OldCuFile {
         library: file.display().to_string(),
         symbol: name.to_string_lossy().into_owned(),
-    };
-    if found.is_null() { Err(old()) } else { Ok(found) }
+    }
 }
 
 /// A reason not to open any library, checked before the first try.

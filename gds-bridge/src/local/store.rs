@@ -56,14 +56,10 @@ pub struct Sealed {
     pub root: Digest,
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 impl Sealed {
     /// The name of its copies, without the ending. It is unique to this file and this content.
     pub fn name(&self) -> String {
-        format!("{}-{:016x}-{}", hex(&self.fs), self.ino, hex(&self.root))
+        format!("{}-{:016x}-{}", hex::encode(self.fs), self.ino, hex::encode(self.root))
     }
 
     /// Blocks of its copy; the last one is padded with zeros.

@@ -150,17 +150,32 @@ impl Session {
     /// `EINVAL` for an invalid setup, `ENODEV` (with the reason) when there is no such device, or
     /// errors of the client.
     pub fn open(setup: &Setup) -> Result<Session> {
+        let none = |why: crate::Unavailable| Error::new(Code::NoDev, why.to_string());
+        Session::connect(setup, || match setup.memory {
+            Memory::Cuda(n) => Ok((Arc::new(Cuda::open(n).map_err(none)?) as _, None)),
+            Memory::Host => {
+                let host = HostMem::new();
+                Ok((Arc::new(host.clone()) as _, Some(host)))
+            }
+        })
+    }
+
+    /// As [`Session::open`], with this device in place of the one that the setup names.
+    pub fn open_on(setup: &Setup, device: Arc<dyn GpuMem>) -> Result<Session> {
+        Session::connect(setup, || Ok((device, None)))
+    }
+
+    /// `device` opens it, and says which host memory it is.
+    fn connect(
+        setup: &Setup,
+        device: impl FnOnce() -> Result<(Arc<dyn GpuMem>, Option<HostMem>)>,
+    ) -> Result<Session> {
         let endpoints = setup.endpoints()?;
         if !(1..=64).contains(&setup.threads) {
             return Err(Error::new(Code::Inval, "threads must be 1 to 64"));
         }
         let key = keyfile::read_client(&setup.key)?;
-        let none = |why: crate::Unavailable| Error::new(Code::NoDev, why.to_string());
-        let host = (setup.memory == Memory::Host).then(HostMem::new);
-        let device: Arc<dyn GpuMem> = match (&host, setup.memory) {
-            (None, Memory::Cuda(n)) => Arc::new(Cuda::open(n).map_err(none)?),
-            (host, _) => Arc::new(host.clone().unwrap_or_default()),
-        };
+        let (device, host) = device()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(setup.threads)
             .enable_all()
@@ -211,7 +226,7 @@ impl Session {
         &self.inner.as_ref().expect("taken by drop only").device
     }
 
-    /// The stand-in device, if there is one.
+    /// The host memory of [`Memory::Host`].
     pub fn host(&self) -> Option<&HostMem> {
         self.inner.as_ref().and_then(|i| i.host.as_ref())
     }

@@ -65,10 +65,6 @@ impl Drop for Published {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 impl Published {
     fn start(folder: &Path, fs_uuid: &[u8]) -> io::Result<Published> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -78,7 +74,7 @@ impl Published {
         // Hidden by another name until it is locked.
         let hidden = folder.join(format!(".{name}"));
         let file = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&hidden)?;
-        let p = Published { path: folder.join(name), file, fs_uuid: hex(fs_uuid) };
+        let p = Published { path: folder.join(name), file, fs_uuid: hex::encode(fs_uuid) };
         p.file.try_lock()?;
         fs::rename(&hidden, &p.path)?;
         Ok(p)
@@ -156,7 +152,7 @@ pub struct Seen {
 /// not of a session.
 pub fn look(folder: &Path, fs_uuid: &[u8], ino: u64) -> Vec<Seen> {
     let mut seen: Vec<Seen> =
-        all(folder).iter().filter_map(|p| read(p, &hex(fs_uuid), ino)).collect();
+        all(folder).iter().filter_map(|p| read(p, &hex::encode(fs_uuid), ino)).collect();
     seen.sort_by_key(|s| s.pid);
     seen
 }

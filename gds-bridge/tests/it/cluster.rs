@@ -10,7 +10,8 @@ use crate::common::*;
 use crate::ram::{KIB, MIB, over, pattern};
 use strake_client::{Arrived, Client, File};
 use strake_fabric::{Buf, ByRoad, Foreign, Road};
-use strake_gds::{Direction, FileIo, GpuMem, HostMem, Policy, Tier, Transfer};
+use strake_fake_gpu::FakeGpu;
+use strake_gds::{Direction, FileIo, GpuMem, Policy, Tier, Transfer};
 use strake_proto::Code;
 
 const RW: u32 = 2;
@@ -34,7 +35,7 @@ fn range(f: &File, offset: u64, gpu: u64, len: u64) -> Transfer {
 async fn striped_files_arrive_and_what_is_saved_is_read_by_another_mount() {
     let cluster = Cluster::new(4, 2);
     let (a, b) = (cluster.client(1).await, cluster.client(2).await);
-    let mem = HostMem::new();
+    let mem = FakeGpu::new();
     mem.limit_pins(1 << 30);
     let bridge = over(&mem, Arc::new(a.clone())).await;
     let data: Vec<Vec<u8>> = (0..3).map(|i| pattern(i, 2 * MIB + 4321 * i)).collect();
@@ -87,7 +88,7 @@ async fn striped_files_arrive_and_what_is_saved_is_read_by_another_mount() {
 async fn damaged_full_and_closed_files_fail_with_their_own_errors() {
     let cluster = Cluster::new(2, 2);
     let c = cluster.client(1).await;
-    let mem = HostMem::new();
+    let mem = FakeGpu::new();
     mem.limit_pins(1 << 30);
     let bridge = over(&mem, Arc::new(c.clone())).await;
     let data = pattern(9, 2 * MIB);
@@ -175,7 +176,7 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
     let all_by = move |road: Road| (0..4).for_each(|t| net.set_road(node(t), road));
     all_by(Road::Rdma);
     let c = cluster.client(1).await;
-    let mem = HostMem::new();
+    let mem = FakeGpu::new();
     mem.limit_pins(1 << 30);
     let bridge = over(&mem, Arc::new(c.clone())).await;
     let data = pattern(7, 4 * MIB);

@@ -3,14 +3,13 @@
 //! and no real driver is involved.
 
 use std::{
-    ffi::{CString, c_int, c_long, c_void},
-    os::unix::ffi::OsStrExt,
+    ffi::{c_int, c_long, c_void},
     path::{Path, PathBuf},
-    process::Command,
     sync::Arc,
 };
 
 use crate::ram::{MIB, Ram, pattern, whole};
+use crate::standin::{compile, own};
 use strake_fabric::Pool;
 use strake_gds::{
     Bridge, Checksums, Cuda, Fault, GpuMem, Options, Policy, Tier, Transfer, Unavailable,
@@ -20,35 +19,8 @@ use strake_proto::{Code, Error};
 
 const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
 
-/// Compiles the library. Prints a message and returns `None` where there is no compiler.
 fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
-    let (source, to) = (
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/standin/libcuda.c"),
-        dir.join("libcuda.so.1"),
-    );
-    let mut cc = Command::new("cc");
-    cc.args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", "-o"])
-        .arg(&to)
-        .arg(source)
-        .args(flags);
-    match cc.output() {
-        Ok(out) => assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr)),
-        Err(e) => {
-            println!("skipped: no C compiler here ({e})");
-            return None;
-        }
-    }
-    Some(to)
-}
-
-/// A function that only the stand-in has.
-fn own(library: &Path, name: &str) -> *mut c_void {
-    let (library, name) =
-        (CString::new(library.as_os_str().as_bytes()).unwrap(), CString::new(name).unwrap());
-    // SAFETY: opens a library that is open already, and looks up a name.
-    let f = unsafe { libc::dlsym(libc::dlopen(library.as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
-    assert!(!f.is_null());
-    f
+    compile("libcuda.c", dir.join("libcuda.so.1"), flags)
 }
 
 fn set(library: &Path, what: c_int, n: c_long) {

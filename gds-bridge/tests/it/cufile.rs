@@ -3,14 +3,14 @@
 //! tested.
 
 use std::{
-    ffi::{CString, c_int, c_void},
+    ffi::{c_int, c_void},
     fs::File,
-    os::{fd::AsFd, unix::ffi::OsStrExt},
+    os::fd::AsFd,
     path::{Path, PathBuf},
-    process::Command,
     sync::Arc,
 };
 
+use crate::standin::{compile, own};
 use strake_gds::{
     Unavailable,
     local::{Counters, CuFile, Nvidia},
@@ -19,24 +19,10 @@ use strake_gds::{
 /// A file that exists everywhere, in place of `/proc/modules`, which kernels without modules lack.
 const MODULES: &str = "/proc/version";
 
-/// Compiles the library. Prints a message and returns `None` where there is no compiler. Each build
-/// has its own file name, because dlopen(3) does not load an open file again.
+/// Each build has its own file name, because dlopen(3) does not load an open file again.
 fn standin(dir: &Path, flags: &[&str]) -> Option<PathBuf> {
     let to = dir.join(format!("libcufile{}.so.0", flags.concat().replace('/', "")));
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/standin/libcufile.c");
-    let mut cc = Command::new("cc");
-    cc.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wno-unused", "-Werror", "-o"])
-        .arg(&to)
-        .arg(source)
-        .args(flags);
-    match cc.output() {
-        Ok(out) => assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr)),
-        Err(e) => {
-            println!("skipped: no C compiler here ({e})");
-            return None;
-        }
-    }
-    Some(to)
+    compile("libcufile.c", to, &[&["-Wno-unused"], flags].concat())
 }
 
 type Opened = Result<Arc<dyn CuFile>, Unavailable>;
@@ -45,15 +31,6 @@ fn open(dir: &Path, flags: &[&str]) -> Option<(PathBuf, Opened)> {
     let library = standin(dir, flags)?;
     let opened = Nvidia::open_library(&library, Path::new(MODULES));
     Some((library, opened))
-}
-
-fn own(library: &Path, name: &str) -> *mut c_void {
-    let (library, name) =
-        (CString::new(library.as_os_str().as_bytes()).unwrap(), CString::new(name).unwrap());
-    // SAFETY: opens a library that is open already, and looks up a name.
-    let f = unsafe { libc::dlsym(libc::dlopen(library.as_ptr(), libc::RTLD_NOW), name.as_ptr()) };
-    assert!(!f.is_null());
-    f
 }
 
 #[test]

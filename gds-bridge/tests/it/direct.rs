@@ -14,9 +14,10 @@ use crate::common::*;
 use crate::ram::{KIB, MIB, pattern};
 use strake_client::{Arrived, Client, File};
 use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
+use strake_fake_gpu::FakeGpu;
 use strake_gds::{
-    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Strict,
-    Tier, Transfer, Unavailable, Watched, plan::Standing,
+    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, Network, Options, Policy, Strict, Tier,
+    Transfer, Unavailable, Watched, plan::Standing,
 };
 use strake_proto::{Code, Error, Result};
 
@@ -56,7 +57,7 @@ impl Network for Near {
 struct Stage {
     cluster: Cluster,
     client: Client,
-    mem: HostMem,
+    mem: FakeGpu,
     bridge: Bridge,
 }
 
@@ -70,7 +71,7 @@ async fn staged(sums: bool, options: Options, slower: Duration) -> Stage {
     let cluster = Cluster::new(4, 2);
     (0..4).for_each(|t| cluster.net.set_road(node(t), Road::Rdma));
     let client = cluster.client(1).await;
-    let mem = HostMem::new();
+    let mem = FakeGpu::new();
     mem.limit_pins(1 << 30);
     if sums {
         mem.play_sums();
@@ -662,7 +663,7 @@ impl Network for Away {
 
 #[tokio::test(start_paused = true)]
 async fn a_bridge_opens_though_the_cluster_does_not_answer() {
-    let mem = HostMem::new();
+    let mem = FakeGpu::new();
     mem.limit_pins(1 << 30);
     mem.play_sums();
     let bridge =
@@ -681,7 +682,7 @@ async fn a_bridge_opens_though_the_cluster_does_not_answer() {
 async fn a_file_of_no_storage_server_has_no_direct_road() {
     let pool = Pool::new(16 << 20);
     let file = crate::ram::Ram::new(1, pattern(1, MIB), &pool);
-    let mem = HostMem::new();
+    let mem = FakeGpu::new();
     let tensor = mem.alloc(4096).unwrap();
     let m = mem.export(tensor, 4096).unwrap();
     let no = |e: Error| {

@@ -12,9 +12,10 @@ use crate::ram::*;
 use futures_util::FutureExt;
 use strake_client::Arrived;
 use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
+use strake_fake_gpu::{Copied, FakeGpu};
 use strake_gds::{
-    Bridge, Checksum, Checksums, Copied, Direction, Fault, FileIo, GpuMem, HostMem, Network,
-    Options, Policy, Report, Tier, Transfer, Unavailable, not_direct,
+    Bridge, Checksum, Checksums, Direction, Fault, FileIo, GpuMem, Network, Options, Policy,
+    Report, Tier, Transfer, Unavailable, not_direct,
     plan::{Measured, Standing},
 };
 use strake_proto::{Code, Error, layout::splitmix64};
@@ -27,7 +28,7 @@ fn driver_error() -> Fault {
 
 /// Asserts that a report agrees with what the device itself has counted since `before`.
 #[track_caller]
-fn agrees(r: &Report, mem: &HostMem, before: Copied) {
+fn agrees(r: &Report, mem: &FakeGpu, before: Copied) {
     let now = mem.copied();
     let (pinned, pageable) = match r.direction {
         Direction::Load => {
@@ -200,7 +201,7 @@ async fn prefer_goes_on_in_mid_run_and_the_account_tells_both_tiers() {
 
 /// Repeats the self-test until pinned memory is the fastest tier: on host memory that is a matter
 /// of chance.
-async fn ranked(bridge: &Bridge, _mem: &HostMem) {
+async fn ranked(bridge: &Bridge, _mem: &FakeGpu) {
     for _ in 0..1000 {
         let s = bridge.self_test().await;
         let (Standing::Available(a), Standing::Available(b)) =
@@ -290,7 +291,7 @@ async fn bad_ranges_are_refused_before_anything_moves() {
     let file = Ram::new(1, pattern(1, MIB), &pool);
     let (a, freed) = (device(&mem, &[0; 4096]), device(&mem, &[0; 4096]));
     mem.free(freed).unwrap();
-    let other = HostMem::new();
+    let other = FakeGpu::new();
     let _gap = other.alloc(64 * MIB).unwrap();
     let foreign = other.alloc(4096).unwrap();
     let t = |offset, gpu, len| Transfer { file: file.clone(), offset, gpu, len };
@@ -382,7 +383,7 @@ async fn until(what: impl Fn() -> bool) -> bool {
 #[tokio::test]
 async fn reads_writes_and_copies_of_parts_overlap() {
     const PART: u64 = 256 << 10;
-    let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
+    let (mem, pool) = (FakeGpu::new(), Pool::new(64 << 20));
     mem.limit_pins(1 << 30);
     let options = Options {
         workers: 1,
@@ -445,8 +446,8 @@ impl Network for Reach {
 const RDMA: Policy = Policy::Require(Tier::BounceRdma);
 
 /// A bridge of a client that has RDMA.
-async fn with_rdma(pins: u64) -> (HostMem, Pool, Bridge, Arc<AtomicBool>) {
-    let (mem, pool, rdma) = (HostMem::new(), Pool::new(64 << 20), Arc::new(AtomicBool::new(true)));
+async fn with_rdma(pins: u64) -> (FakeGpu, Pool, Bridge, Arc<AtomicBool>) {
+    let (mem, pool, rdma) = (FakeGpu::new(), Pool::new(64 << 20), Arc::new(AtomicBool::new(true)));
     mem.limit_pins(pins);
     let bridge = over(&mem, Arc::new(Reach(pool.clone(), rdma.clone()))).await;
     (mem, pool, bridge, rdma)
@@ -601,7 +602,7 @@ async fn options_out_of_range_are_refused() {
     let with = |f: fn(&mut Options)| {
         let mut o = Options::default();
         f(&mut o);
-        Bridge::open(Arc::new(HostMem::new()), Arc::new(Pool::new(8 << 20)), o)
+        Bridge::open(Arc::new(FakeGpu::new()), Arc::new(Pool::new(8 << 20)), o)
     };
     let bad: [fn(&mut Options); 7] = [
         |o| o.workers = 0,
@@ -793,7 +794,7 @@ async fn a_call_that_is_given_up_touches_the_device_no_more() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn calls_beside_each_other_share_the_slots_and_a_small_pool() {
-    let (mem, pool) = (HostMem::new(), Pool::new(MIB));
+    let (mem, pool) = (FakeGpu::new(), Pool::new(MIB));
     mem.limit_pins(1 << 30);
     let bridge = over(&mem, Arc::new(pool.clone())).await;
     let calls: Vec<_> = (0..8u64)
@@ -894,7 +895,7 @@ async fn random_calls_with_faults_equal_a_model() {
 
 #[tokio::test]
 async fn reports_say_how_far_bytes_were_verified() {
-    let open = async |mem: &HostMem, verify_on_gpu| {
+    let open = async |mem: &FakeGpu, verify_on_gpu| {
         mem.limit_pins(1 << 30);
         let options = Options {
             workers: 2,
@@ -907,7 +908,7 @@ async fn reports_say_how_far_bytes_were_verified() {
         let pool = Pool::new(64 << 20);
         (Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap(), pool)
     };
-    let (mem, with) = (HostMem::new(), HostMem::new());
+    let (mem, with) = (FakeGpu::new(), FakeGpu::new());
     with.play_sums();
     for (mem, asked, want, why) in [
         (&mem, false, Checksums::Host, Some("it was not asked for")),

@@ -12,10 +12,11 @@ use std::{
 use crate::ram::*;
 use parking_lot::Mutex;
 use strake_fabric::{Pool, Road};
+use strake_fake_gpu::{FakeGpu, Trick};
 use strake_gds::{
-    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, HostMem, Network, Options, Policy, Report,
-    Tier, Transfer, Unavailable,
-    local::{self, Header, Making, Sealed, Trick},
+    Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, Network, Options, Policy, Report, Tier,
+    Transfer, Unavailable,
+    local::{self, Header, Making, Sealed},
     plan::Standing,
 };
 use strake_proto::{Code, Error, Result};
@@ -51,7 +52,7 @@ impl Network for Cluster {
 }
 
 struct Rig {
-    mem: HostMem,
+    mem: FakeGpu,
     cluster: Arc<Cluster>,
     dir: tempfile::TempDir,
 }
@@ -65,7 +66,7 @@ impl Rig {
     }
 
     fn without_sums() -> Rig {
-        let mem = HostMem::new();
+        let mem = FakeGpu::new();
         mem.limit_pins(1 << 30);
         let cluster = Arc::new(Cluster { pool: Pool::new(64 << 20), sealed: Mutex::default() });
         Rig { mem, cluster, dir: tempfile::tempdir().unwrap() }

@@ -1,7 +1,6 @@
 //! The integration tests of the crate, as one program: most of the time of a test program goes into
 //! linking it.
 
-mod bench;
 mod cluster;
 #[path = "../../../client/tests/it/common/mod.rs"]
 mod common;
@@ -19,4 +18,5 @@ mod ram;
 mod served;
 mod session;
 mod shared;
+mod standin;
 mod wants;

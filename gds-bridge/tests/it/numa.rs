@@ -5,7 +5,8 @@ use std::{fs, path::Path, sync::Arc};
 
 use crate::ram::*;
 use strake_fabric::Pool;
-use strake_gds::{Bridge, HostMem, Options, Policy, Tier};
+use strake_fake_gpu::FakeGpu;
+use strake_gds::{Bridge, Options, Policy, Tier};
 
 fn write(root: &Path, path: &str, text: &str) {
     let path = root.join(path);
@@ -41,9 +42,9 @@ async fn a_bridge_lies_near_its_device_as_far_as_it_may_and_says_what_it_may_not
     let near = (0..rustix::thread::CpuSet::MAX_CPU).find(|c| mask.is_set(*c)).unwrap();
     write(root, &format!("{nodes}/node0/cpulist"), &format!("{near}\n"));
     write(root, &format!("{nodes}/node1/cpulist"), "900-901\n");
-    let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
+    let (mem, pool) = (FakeGpu::new(), Pool::new(64 << 20));
     mem.limit_pins(1 << 30);
-    let open = async |mem: &HostMem| {
+    let open = async |mem: &FakeGpu| {
         let options = Options {
             workers: 3,
             slots: 2,

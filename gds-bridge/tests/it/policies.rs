@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use crate::ram::*;
 use strake_fabric::Pool;
-use strake_gds::{Direction, Fault, HostMem, Policy, Strict, Tier};
+use strake_fake_gpu::FakeGpu;
+use strake_gds::{Direction, Fault, Policy, Strict, Tier};
 use strake_proto::Code;
 
 const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
@@ -21,7 +22,7 @@ async fn require_and_at_least_never_degrade_in_mid_run() {
         for (direction, [call, of_file, of_bridge]) in ways.into_iter().flat_map(|d| {
             [[policy, any, any], [any, policy, any], [any, any, policy]].map(|p| (d, p))
         }) {
-            let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
+            let (mem, pool) = (FakeGpu::new(), Pool::new(64 << 20));
             mem.limit_pins(1 << 30);
             let bridge = demanding(&mem, Arc::new(pool.clone()), of_bridge).await;
             let file = Ram::new(1, pattern(3, 5 * MIB), &pool);
@@ -59,7 +60,7 @@ async fn require_and_at_least_never_degrade_in_mid_run() {
 
 #[tokio::test]
 async fn policies_that_exclude_each_other_move_nothing() {
-    let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
+    let (mem, pool) = (FakeGpu::new(), Pool::new(64 << 20));
     let bridge = demanding(&mem, Arc::new(pool.clone()), Policy::AtLeast(Tier::BounceTcp)).await;
     let file = Ram::new(1, pattern(3, MIB), &pool);
     let tensor = device(&mem, &pattern(4, 2 * MIB));

@@ -4,8 +4,9 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use crate::ram::{MIB, pattern};
 use crate::served::Served;
+use strake_fake_gpu::FakeGpu;
 use strake_gds::{
-    Direction, Options, Policy, Tier, Transfer,
+    Direction, GpuMem, Options, Policy, Tier, Transfer,
     session::{Content, Memory, Session, Setup},
     tensors::{Dtype, New},
 };
@@ -32,11 +33,11 @@ fn pins(s: &Session) -> bool {
 #[test]
 fn a_file_is_replaced_whole_or_not_at_all() {
     let served = Served::new(3);
-    let s = Session::open(&setup(&served)).unwrap();
+    let device = FakeGpu::new();
+    let s = Session::open_on(&setup(&served), Arc::new(device.clone())).unwrap();
     if !pins(&s) {
         return;
     }
-    let device = s.device().clone();
     let data = pattern(3, MIB + 77);
     let (a, b) = (device.alloc(MIB + 77).unwrap(), device.alloc(1000).unwrap());
     s.put(a, &data).unwrap();
@@ -52,14 +53,13 @@ fn a_file_is_replaced_whole_or_not_at_all() {
     assert!(s.read(&f, 0, want.len() + 10).unwrap() == want);
 
     // A device copy fails: the old file stays, and nothing else is left behind.
-    let host = s.host().unwrap();
-    host.fail_after(
+    device.fail_after(
         2,
         strake_gds::Fault::Driver { call: "cuMemcpyDtoHAsync", code: 719, name: "failed".into() },
     );
     let failed = s.replace("/model", 0o640, content, BOUNCE).unwrap_err();
     assert!(failed.error.code == Code::Io && failed.report.moved() < MIB, "{failed}");
-    host.mend();
+    device.mend();
     assert!(s.read(&f, 0, want.len()).unwrap() == want);
     let no_room = |yes| served.cluster.oss.faults(|f| f.full = yes);
     no_room(true);
@@ -230,32 +230,32 @@ fn what_cannot_be_opened_says_why() {
 #[test]
 fn calls_in_the_order_of_a_stream_go_on_beside_the_program() {
     let served = Served::new(3);
-    let s = Arc::new(Session::open(&setup(&served)).unwrap());
-    let (host, device) = (s.host().unwrap().clone(), s.device().clone());
+    let device = FakeGpu::new();
+    let s = Arc::new(Session::open_on(&setup(&served), Arc::new(device.clone())).unwrap());
     let data = pattern(8, MIB + 5);
     let f = Arc::new(s.open_file("/f", RDWR | CREAT, 0o600).unwrap());
     s.write(&f, 0, &data).unwrap();
     let (a, b) = (device.alloc(MIB + 5).unwrap(), device.alloc(MIB + 5).unwrap());
     let to = |gpu| vec![Transfer { file: f.clone(), offset: 0, gpu, len: MIB + 5 }];
-    host.poke(a, &[9; 100]).unwrap();
-    host.occupy(7, true);
-    // SAFETY: the stand-in's streams are plain numbers.
+    device.poke(a, &[9; 100]).unwrap();
+    device.occupy(7, true);
+    // SAFETY: its streams are plain numbers.
     let started = unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 7) }.unwrap();
     s.load(&to(b), Policy::Prefer).unwrap();
     // SAFETY: as above.
     let other = unsafe { s.start(Direction::Load, to(b), Policy::Prefer, 0) }.unwrap();
     assert_eq!(other.finish().unwrap().moved(), MIB + 5);
-    assert!(!started.is_done() && host.peek(a, 100).unwrap() == [9; 100]);
-    host.occupy(7, false);
+    assert!(!started.is_done() && device.peek(a, 100).unwrap() == [9; 100]);
+    device.occupy(7, false);
     let r = started.finish().unwrap();
-    assert!(r.moved() == MIB + 5 && host.peek(a, MIB + 5).unwrap() == data, "{r}");
+    assert!(r.moved() == MIB + 5 && device.peek(a, MIB + 5).unwrap() == data, "{r}");
 
     // The other direction: a save begins when the stream has produced the data.
-    host.occupy(7, true);
+    device.occupy(7, true);
     // SAFETY: as above.
     let started = unsafe { s.start(Direction::Save, to(b), Policy::Prefer, 7) }.unwrap();
-    host.poke(b, &[5; 100]).unwrap();
-    host.occupy(7, false);
+    device.poke(b, &[5; 100]).unwrap();
+    device.occupy(7, false);
     started.finish().unwrap();
     assert!(s.read(&f, 0, 101).unwrap() == [&[5; 100][..], &data[100..101]].concat());
 
@@ -265,7 +265,7 @@ fn calls_in_the_order_of_a_stream_go_on_beside_the_program() {
     assert!(failed.error.code == Code::Inval && failed.report.moved() == 0, "{failed}");
     // SAFETY: as above.
     drop(unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 0) }.unwrap());
-    host.destroy();
+    device.destroy();
     // SAFETY: as above.
     let gone = unsafe { s.start(Direction::Load, to(a), Policy::Prefer, 0) };
     assert_eq!(gone.err().unwrap().code, Code::NoDev);

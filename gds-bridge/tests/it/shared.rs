@@ -5,14 +5,15 @@ use std::sync::Arc;
 
 use crate::ram::*;
 use strake_fabric::{Pool, REGION};
-use strake_gds::{Bridge, GpuMem, HostMem, Options, Policy, Report, Tier, Transfer};
+use strake_fake_gpu::FakeGpu;
+use strake_gds::{Bridge, GpuMem, Options, Policy, Report, Tier, Transfer};
 
 const BOUNCE: Policy = Policy::Require(Tier::BounceTcp);
 /// The slots of one bridge: 3 workers with two slots of 256 KiB each.
 const SLOTS: u64 = 6 * 256 * KIB;
 const ONE: u64 = REGION as u64;
 
-async fn over_limit(mem: &HostMem, pool: &Pool, limit: u64) -> Bridge {
+async fn over_limit(mem: &FakeGpu, pool: &Pool, limit: u64) -> Bridge {
     let options = Options {
         workers: 3,
         slots: 2,
@@ -23,7 +24,7 @@ async fn over_limit(mem: &HostMem, pool: &Pool, limit: u64) -> Bridge {
     Bridge::open(Arc::new(mem.clone()), Arc::new(pool.clone()), options).await.unwrap()
 }
 
-async fn save(bridge: &Bridge, mem: &HostMem, pool: &Pool) -> Report {
+async fn save(bridge: &Bridge, mem: &FakeGpu, pool: &Pool) -> Report {
     let data = pattern(7, 2 * MIB);
     let (out, tensor) = (Ram::new(9, Vec::new(), pool), device(mem, &data));
     let all = [Transfer { file: out.clone(), offset: 0, gpu: tensor, len: 2 * MIB }];
@@ -35,7 +36,7 @@ async fn save(bridge: &Bridge, mem: &HostMem, pool: &Pool) -> Report {
 
 #[tokio::test]
 async fn two_devices_use_one_registration_of_the_clients_buffers_until_the_last_bridge_is_gone() {
-    let (first, pool) = (HostMem::new(), Pool::new(ONE));
+    let (first, pool) = (FakeGpu::new(), Pool::new(ONE));
     first.limit_pins(1 << 30);
     let second = first.beside();
     let (a, b) =
@@ -68,7 +69,7 @@ async fn two_devices_use_one_registration_of_the_clients_buffers_until_the_last_
 
 #[tokio::test]
 async fn the_limit_holds_for_all_bridges_together_and_what_they_share_counts_once() {
-    let (mem, pool) = (HostMem::new(), Pool::new(2 * ONE));
+    let (mem, pool) = (FakeGpu::new(), Pool::new(2 * ONE));
     mem.limit_pins(1 << 30);
     let limit = 2 * SLOTS + ONE;
     let a = over_limit(&mem, &pool, limit).await;
@@ -109,7 +110,7 @@ async fn the_limit_holds_for_all_bridges_together_and_what_they_share_counts_onc
 
 #[tokio::test]
 async fn a_registration_that_went_with_its_context_is_made_anew_by_another_device() {
-    let (first, pool) = (HostMem::new(), Pool::new(ONE));
+    let (first, pool) = (FakeGpu::new(), Pool::new(ONE));
     first.limit_pins(1 << 30);
     let second = first.beside();
     let (a, b) =
@@ -131,7 +132,7 @@ async fn a_registration_that_went_with_its_context_is_made_anew_by_another_devic
 
 #[tokio::test]
 async fn a_tier_without_pinned_memory_stages_what_another_bridge_has_pinned() {
-    let (mem, pool) = (HostMem::new(), Pool::new(ONE));
+    let (mem, pool) = (FakeGpu::new(), Pool::new(ONE));
     mem.limit_pins(1 << 30);
     let a = over(&mem, Arc::new(pool.clone())).await;
     save(&a, &mem, &pool).await;
@@ -152,7 +153,7 @@ async fn a_tier_without_pinned_memory_stages_what_another_bridge_has_pinned() {
 
 #[test]
 fn host_memory_refuses_what_is_pinned_as_a_driver_does() {
-    let mem = HostMem::new();
+    let mem = FakeGpu::new();
     mem.limit_pins(1 << 30);
     let other = mem.beside();
     let mut pages = strake_fabric::BufMut::unpooled(4 * 4096);

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use crate::ram::*;
 use strake_fabric::{Pool, REGION, Road};
+use strake_fake_gpu::FakeGpu;
 use strake_gds::{
-    Bridge, Checksums, Fault, HostMem, Network, Options, Policy, Tier, Transfer, Unavailable,
-    plan::Standing,
+    Bridge, Checksums, Fault, Network, Options, Policy, Tier, Transfer, Unavailable, plan::Standing,
 };
 use strake_proto::Code;
 
@@ -25,8 +25,8 @@ impl Network for Reach {
 const RDMA: Policy = Policy::Require(Tier::BounceRdma);
 const BOUNCED: Policy = Policy::AtLeast(Tier::BounceTcp);
 
-async fn with_rdma(pins: u64, pool: &Pool) -> (HostMem, Bridge) {
-    let mem = HostMem::new();
+async fn with_rdma(pins: u64, pool: &Pool) -> (FakeGpu, Bridge) {
+    let mem = FakeGpu::new();
     mem.limit_pins(pins);
     let bridge = over(&mem, Arc::new(Reach(pool.clone()))).await;
     (mem, bridge)
@@ -103,7 +103,7 @@ async fn bounce_rdma_is_not_lost_and_found_by_each_call_where_little_may_be_pinn
 
 #[tokio::test]
 async fn a_device_without_room_for_sums_copies_unverified_and_the_report_says_so() {
-    let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
+    let (mem, pool) = (FakeGpu::new(), Pool::new(64 << 20));
     mem.limit_pins(1 << 30);
     mem.play_sums();
     let options = Options {

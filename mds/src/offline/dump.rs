@@ -19,7 +19,7 @@ use strake_store::Reader;
 
 use super::{inspect, inval};
 use crate::{
-    data_dir::{State, hex},
+    data_dir::State,
     namespace::{Namespace, check_lock_index},
 };
 
@@ -88,7 +88,7 @@ pub fn dump(dir: &Path, out: &mut dyn Write, mut progress: impl FnMut(String)) -
     let head = Head {
         version: VERSION,
         fs_name: header.fs_name.clone(),
-        fs_uuid: hex(&header.fs_uuid),
+        fs_uuid: hex::encode(&header.fs_uuid),
         incarnation: r.incarnation.0,
         format: header.format_version,
         index: header.applied_index,
@@ -112,7 +112,7 @@ fn write_records(
     for pair in view.range(Bound::Unbounded, Bound::Unbounded) {
         let (key, value) = pair?;
         let (record, shown) = show(&key, &value)?;
-        w.line(&Line { record, shown, key: hex(&key), value: hex(&value) })?;
+        w.line(&Line { record, shown, key: hex::encode(&key), value: hex::encode(&value) })?;
         records += 1;
         if records % REPORT == 0 {
             progress(format!("{records} records"));
@@ -282,7 +282,7 @@ fn show_inode(ino: u64, r: &pb::InodeRecord) -> Result<Value> {
     }
     if let Some(s) = &r.seal {
         shown["sealed"] = true.into();
-        shown["sha256"] = s.manifest.as_ref().map(|m| hex(&m.sha256)).into();
+        shown["sha256"] = s.manifest.as_ref().map(|m| hex::encode(&m.sha256)).into();
     }
     if !r.symlink.is_empty() {
         shown["symlink"] = text(&r.symlink);

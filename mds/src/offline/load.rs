@@ -118,7 +118,7 @@ fn load_locked(
     let same = (
         header.applied_index,
         header.applied_term,
-        data_dir::hex(&header.fs_uuid),
+        hex::encode(&header.fs_uuid),
         map.map.incarnation,
     ) == (head.index, head.term, head.fs_uuid.clone(), head.incarnation);
     if !same || header.fs_uuid.is_empty() {
@@ -229,16 +229,6 @@ struct Pair {
     value: String,
 }
 
-fn unhex(text: &str) -> Option<Bytes> {
-    let digit = |b: u8| (b as char).to_digit(16).map(|d| d as u8);
-    let (pairs, odd) = text.as_bytes().as_chunks::<2>();
-    let bytes = pairs
-        .iter()
-        .map(|[a, b]| Some(digit(*a)? << 4 | digit(*b)?))
-        .collect::<Option<Vec<u8>>>()?;
-    odd.is_empty().then(|| bytes.into())
-}
-
 /// Reads everything up to the last line, and checks that nothing follows. Returns the number of
 /// records.
 fn read_records(
@@ -262,8 +252,9 @@ fn read_records(
             break;
         }
         let Pair { key, value } = lines.parse(&line, "a record")?;
-        let (key, value) = unhex(&key)
-            .zip(unhex(&value))
+        let bytes = |digits: &str| hex::decode(digits).ok().map(Bytes::from);
+        let (key, value) = bytes(&key)
+            .zip(bytes(&value))
             .ok_or_else(|| lines.bad(Code::Corrupt, "key and value are not hexadecimal"))?;
         dump::show(&key, &value).map_err(|e| lines.bad(Code::Corrupt, &e.message))?;
         if key <= last {

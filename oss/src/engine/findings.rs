@@ -165,9 +165,9 @@ mod tests {
         });
         assert_eq!(&k[..13], b"d\0\0\0\x03\0\0\0\0\0\0\0\x11");
         let v = found().encode(&k);
-        let hex: String = v.iter().map(|x| format!("{x:02x}")).collect();
-        assert_eq!(&hex[..32], "01010200001000000030000001100000");
-        assert_eq!(&hex[96..128], "00100000002000002823000029230000");
+        let text = hex::encode(&v);
+        assert_eq!(&text[..32], "01010200001000000030000001100000");
+        assert_eq!(&text[96..128], "00100000002000002823000029230000");
         let others = [
             Found { lost: false, record: true, left: Vec::new(), cause: String::new(), ..found() },
             Found::default(),

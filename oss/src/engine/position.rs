@@ -110,9 +110,9 @@ mod tests {
         let p =
             Position { pass: 5, began_ms: 6, ended_ms: 7, took_ms: 8, chunks: 9, bytes: 10, at };
         let v = p.encode();
-        let hex: String = v.iter().map(|x| format!("{x:02x}")).collect();
-        assert_eq!(&hex[..28], "0103040302010500000000000000");
-        assert_eq!((hex.len(), &hex[108..124]), (2 * 82, "1100000000000000"));
+        let text = hex::encode(&v);
+        assert_eq!(&text[..28], "0103040302010500000000000000");
+        assert_eq!((text.len(), &text[108..124]), (2 * 82, "1100000000000000"));
         for p in [
             p,
             Position { at: Some((9, None)), ..p },

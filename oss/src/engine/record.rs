@@ -344,25 +344,21 @@ mod tests {
         s
     }
 
-    fn hex(b: &[u8]) -> String {
-        b.iter().map(|x| format!("{x:02x}")).collect()
-    }
-
     #[test]
     fn bytes_are_fixed_for_ever() {
         let hk = header_key(&key());
-        assert_eq!(hex(&hk), "6801020304000000000000001100000000000000220000000000000033");
-        let h = hex(&header().encode(&hk));
+        assert_eq!(hex::encode(hk), "6801020304000000000000001100000000000000220000000000000033");
+        let h = hex::encode(header().encode(&hk));
         assert_eq!(&h[..48], "010001000110000005000000000000000600000000000000");
         assert_eq!(&h[48..112], "0700000000000000080000000000000005000000000000000600000000000000");
         assert_eq!(h.len(), 120);
         let sk = segment_key(&key(), 2);
-        assert_eq!(hex(&sk), "730102030400000000000000110000000000000022000000000000003302");
-        let s = hex(&segment().encode(&sk));
+        assert_eq!(hex::encode(sk), "730102030400000000000000110000000000000022000000000000003302");
+        let s = hex::encode(segment().encode(&sk));
         assert_eq!(&s[..40], "0102000000030102030405063f01090000000000");
         assert_eq!(&s[40..72], "a0000000a1000000a2000000b0000000");
         assert_eq!(s.len(), 80);
-        let t = hex(&encode_target(&[0xee; 16]));
+        let t = hex::encode(encode_target(&[0xee; 16]));
         assert_eq!(&t[..34], "01eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee");
         // The checksums are fixed too, and with them their input (key, then value).
         assert_eq!((&h[112..], &s[72..], &t[34..]), ("e8cecc62", "bbdf4350", "77f838b5"));

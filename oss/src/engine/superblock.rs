@@ -153,13 +153,13 @@ mod tests {
     #[test]
     fn bytes_are_fixed_for_ever() {
         let b = sample(2).encode().unwrap();
-        let hex: String = b[..80].iter().map(|x| format!("{x:02x}")).collect();
-        assert_eq!(&hex[..64], "535452414b454f53010000000010000002000000000000000004000000000000");
+        let text = hex::encode(&b[..80]);
+        assert_eq!(&text[..64], "535452414b454f53010000000010000002000000000000000004000000000000");
         assert_eq!(
-            &hex[64..128],
+            &text[64..128],
             "f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f57a7a7a7a7a7a7a7a7a7a7a7a7a7a7a7a"
         );
-        assert_eq!(&hex[128..], "03000000070000006f73732dc3a93100");
+        assert_eq!(&text[128..], "03000000070000006f73732dc3a93100");
         assert!(b[80..LEN - 4].iter().all(|x| *x == 0));
         assert_eq!(u32::from_le_bytes(b[LEN - 4..].try_into().unwrap()), 0x7e92_54ed);
         assert_eq!(Superblock::decode(&b).unwrap(), sample(2));

@@ -177,10 +177,6 @@ impl Mark {
 mod tests {
     use super::*;
 
-    fn hex(b: &[u8]) -> String {
-        b.iter().map(|x| format!("{x:02x}")).collect()
-    }
-
     fn digest() -> TableDigest {
         TableDigest {
             flushes: 0x0102,
@@ -195,17 +191,17 @@ mod tests {
     fn bytes_are_fixed_for_ever() {
         let t = digest().encode();
         assert_eq!(
-            hex(&t),
+            hex::encode(t),
             "0101000002010000000000000300000000000000a8a7a6a5a4a3a2a1ffffffffffffffffc2f1a985"
         );
         assert_eq!(TableDigest::decode(&t).unwrap(), digest());
         let m = Mark { uuid: [0xee; 16], flushes: 0x0203 }.encode();
         assert_eq!(
-            hex(&m[..40]),
+            hex::encode(&m[..40]),
             "535452414b454d4b0100000000000000eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee0302000000000000"
         );
         assert!(m[40..LEN - 4].iter().all(|b| *b == 0));
-        assert_eq!(hex(&m[LEN - 4..]), "3b50a577");
+        assert_eq!(hex::encode(&m[LEN - 4..]), "3b50a577");
         let mut one = TableDigest::default();
         one.add(b"key", b"value and its checksum");
         assert_eq!(

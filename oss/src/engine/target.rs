@@ -269,7 +269,7 @@ async fn open_locked(
         other => other?.identity,
     };
     if let Some(want) = fs_uuid.filter(|want| id.fs_uuid != [0; 16] && id.fs_uuid != *want) {
-        let (path, found, want) = (path.display(), uuid(&id.fs_uuid), uuid(&want));
+        let (path, found, want) = (path.display(), hex::encode(id.fs_uuid), hex::encode(want));
         return Err(Error::new(
             Code::Perm,
             format!("{path} belongs to another cluster ({found}, not {want})"),
@@ -371,10 +371,6 @@ impl Damaged {
         sync_dir(&self.path)?;
         Ok(to)
     }
-}
-
-fn uuid(b: &[u8; 16]) -> String {
-    b.iter().map(|x| format!("{x:02x}")).collect()
 }
 
 fn lock(path: &Path) -> Result<File> {

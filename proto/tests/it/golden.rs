@@ -12,13 +12,9 @@ use strake_proto::{
     layout::{Cut, StripeMap, set_members},
 };
 
-fn hex(b: &[u8]) -> String {
-    b.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 #[track_caller]
 fn same(bytes: &[u8], want: &[&str]) {
-    assert_eq!(hex(bytes), want.concat());
+    assert_eq!(hex::encode(bytes), want.concat());
 }
 
 #[test]

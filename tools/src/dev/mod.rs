@@ -19,8 +19,9 @@ use strake_runtime::private;
 
 pub use layout::{Cluster, check};
 use process::Role;
+use strake_term::Progress;
 
-use crate::{mount, term::Progress};
+use crate::mount;
 
 /// One PiB.
 pub(crate) const MAX_TARGET_GIB: u64 = 1 << 20;

@@ -13,8 +13,7 @@ use strake_gds::{
     session::{self, Session, Setup},
 };
 use strake_proto::{Code, Error, Result};
-
-use crate::term::{Progress, size, table};
+use strake_term::{Progress, size, table};
 
 /// Work that takes longer than this shows its progress.
 const SILENT: Duration = Duration::from_secs(2);

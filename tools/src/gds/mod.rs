@@ -1,7 +1,6 @@
 //! `strake gds`: which paths between files and GPU memory this machine has, and why it lacks the
 //! others.
 
-mod bench;
 mod child;
 mod copies;
 
@@ -9,10 +8,9 @@ use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
-use strake_gds::{Numa, Policy, status::TierStatus};
+use strake_gds::{Numa, Policy, session, status::TierStatus};
 use strake_proto::Result;
-
-use crate::term::{size, table};
+use strake_term::{size, table};
 
 /// This program.
 const SELF: &str = "/proc/self/exe";
@@ -32,7 +30,12 @@ pub enum Command {
     },
     /// Measure loads and saves beside what the device can do at all and beside a loop of read and
     /// copy, in one run.
-    Bench(bench::BenchArgs),
+    Bench {
+        #[command(flatten)]
+        at: Device,
+        #[command(flatten)]
+        args: strake_bench::gpu::BenchArgs,
+    },
     /// Make copies of sealed files in a folder of this node, for the tier local-gds.
     Stage(copies::StageArgs),
     /// List the copies in a folder of this node.
@@ -87,6 +90,16 @@ enum Memory {
     Host,
 }
 
+impl Device {
+    /// The same for a session.
+    fn of_session(self) -> session::Memory {
+        match self.memory {
+            Memory::Cuda => session::Memory::Cuda(self.device),
+            Memory::Host => session::Memory::Host,
+        }
+    }
+}
+
 /// What is printed.
 #[derive(Serialize)]
 struct Shown {
@@ -112,7 +125,9 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Stage(args) => return copies::stage(args),
         Command::Copies(args) => return copies::list(args),
         Command::Unstage(args) => return copies::unstage(args),
-        Command::Bench(args) => return bench::run(args),
+        Command::Bench { at, args } => {
+            return strake_bench::gpu::command(args, at.of_session(), SELF.as_ref());
+        }
         Command::Status(args) => (args, None),
         Command::Probe { look, policy } => (look, Some(policy)),
     };

@@ -14,9 +14,9 @@ use std::{
 use rustix::io::Errno;
 use sha2::{Digest as _, Sha256};
 use strake_proto::seal::{self, Digest, Leaf};
+use strake_term::{Progress, size};
 
 use super::Failure;
-use crate::term::{Progress, size};
 
 /// Size of one read in bytes. Extent sizes are multiples of it.
 const PIECE: u64 = seal::EXTENT;
@@ -24,10 +24,6 @@ const PIECE: u64 = seal::EXTENT;
 const READERS: usize = 4;
 /// Work that takes longer than this shows its progress.
 const SILENT: Duration = Duration::from_secs(2);
-
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
 
 /// Where a part of a file could not be read.
 #[derive(Debug)]

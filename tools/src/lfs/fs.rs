@@ -103,8 +103,20 @@ fn not_ours(path: &Path) -> Failure {
 
 /// A virtual attribute's value; `None` if it has none. Does not follow a symlink at the end.
 pub fn read(path: &Path, name: &str) -> Result<Option<Vec<u8>>, Failure> {
+    read_by(path, |value| lgetxattr(path, name, value))
+}
+
+/// As [`read`], through a symlink at the end.
+fn read_following(path: &Path, name: &str) -> Result<Option<Vec<u8>>, Failure> {
+    read_by(path, |value| getxattr(path, name, value))
+}
+
+fn read_by(
+    path: &Path,
+    get: impl FnOnce(&mut [u8]) -> Result<usize, Errno>,
+) -> Result<Option<Vec<u8>>, Failure> {
     let mut value = vec![0; 64 << 10];
-    match lgetxattr(path, name, &mut value[..]) {
+    match get(&mut value) {
         Ok(n) => {
             value.truncate(n);
             Ok(Some(value))
@@ -229,17 +241,4 @@ pub fn map(mount: &Path) -> Result<MapView, Failure> {
         }
     }
     Err(Failure::new(libc::EAGAIN, "the cluster map changes too fast to be read; try again"))
-}
-
-fn read_following(path: &Path, name: &str) -> Result<Option<Vec<u8>>, Failure> {
-    let mut value = vec![0; 64 << 10];
-    match getxattr(path, name, &mut value[..]) {
-        Ok(n) => {
-            value.truncate(n);
-            Ok(Some(value))
-        }
-        Err(Errno::NODATA) => Ok(None),
-        Err(Errno::OPNOTSUPP) => Err(not_ours(path)),
-        Err(e) => Err(Failure::os(format_args!("'{}'", path.display()), e)),
-    }
 }

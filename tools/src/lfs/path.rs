@@ -16,13 +16,13 @@ use strake_proto::{
     map::{MapView, ROLE_MDS},
     pb,
 };
+use strake_term::{size, table};
 
 use super::{
     Failure, Output,
     args::{Opt, Parsed, Takes::*, opt, parse},
     fs as mount,
 };
-use crate::term::{size, table};
 
 pub const USAGE: &str = "lfs path [--json] PATH...   the connections of this mount to the servers that hold a file, and its bytes by road, and by \
                          tier of GPU bridges; of a directory: to all\n";

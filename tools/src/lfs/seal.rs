@@ -16,7 +16,7 @@ use strake_proto::{
 use super::{
     Failure, Output,
     args::{Opt, Parsed, Takes::*, opt, parse},
-    content::{self, Meter, hex},
+    content::{self, Meter},
     fs as mount, sums,
 };
 
@@ -239,8 +239,8 @@ fn shown(path: &Path, sealed: Option<&pb::SealInfo>) -> Value {
     if let Some(m) = sealed.and_then(|s| s.manifest.as_ref()) {
         v["complete"] = true.into();
         v["size"] = m.size.into();
-        v["sha256"] = hex(&m.sha256).into();
-        v["root"] = hex(&m.root).into();
+        v["sha256"] = hex::encode(&m.sha256).into();
+        v["root"] = hex::encode(&m.root).into();
         v["extent_size"] = m.extent_size.into();
         v["extents"] = seal::extents(m.size).into();
         v["sealed_ns"] = m.time_ns.into();
@@ -256,8 +256,8 @@ fn status(path: &Path, sealed: Option<&pb::SealInfo>) -> String {
         Some(Some(m)) => format!(
             "{path}: sealed\n  size:    {}\n  sha256:  {}\n  root:    {}\n  extents: {} of {}\n",
             m.size,
-            hex(&m.sha256),
-            hex(&m.root),
+            hex::encode(&m.sha256),
+            hex::encode(&m.root),
             seal::extents(m.size),
             m.extent_size,
         ),

@@ -8,8 +8,6 @@ use std::{
 
 use strake_proto::seal::{DIGEST, Digest};
 
-use super::content::hex;
-
 #[derive(Debug, PartialEq, Eq)]
 pub struct Line {
     /// Line number, from 1.
@@ -78,7 +76,7 @@ pub fn line(sum: &[u8], name: &OsStr) -> Vec<u8> {
     };
     let escaped: Vec<u8> = name.as_bytes().iter().flat_map(escape).collect();
     let mark: &[u8] = if escaped == name.as_bytes() { b"" } else { b"\\" };
-    [mark, hex(sum).as_bytes(), b"  ", &escaped, b"\n"].concat()
+    [mark, hex::encode(sum).as_bytes(), b"  ", &escaped, b"\n"].concat()
 }
 
 #[cfg(test)]
@@ -96,7 +94,7 @@ mod tests {
         let (lines, bad) = parse(text.as_bytes());
         let names: Vec<_> = lines.iter().map(|l| (l.number, l.name.to_str().unwrap())).collect();
         assert_eq!(names, [(2, "a"), (4, "b c"), (5, "x\ny\\z\r"), (6, "./ d")]);
-        assert!(lines.iter().all(|l| hex(&l.sum) == ABC) && bad.is_empty());
+        assert!(lines.iter().all(|l| hex::encode(l.sum) == ABC) && bad.is_empty());
     }
 
     #[test]

@@ -97,7 +97,8 @@ pub fn check(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     for m in mount::chosen(&p.operands, None)? {
         let map = mount::map(&m)?;
         // The connection's part of the name, which is a kernel address in Lustre.
-        let by = map.map.fs_uuid.iter().take(8).map(|b| format!("{b:02x}")).collect::<String>();
+        let uuid = &map.map.fs_uuid;
+        let by = hex::encode(&uuid[..uuid.len().min(8)]);
         if mdts {
             // This call fails if the metadata server does not answer.
             mount::statfs(&m)?;

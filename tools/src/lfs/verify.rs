@@ -17,7 +17,7 @@ use strake_proto::{
 use super::{
     Failure, Output,
     args::{Opt, Parsed, Takes::*, opt, parse},
-    content::{self, Content, Meter, hex},
+    content::{self, Content, Meter},
     fs as mount, sums,
 };
 
@@ -224,7 +224,7 @@ impl Job {
             self.shown.push(json!({
                 "path": path.to_string_lossy(),
                 "state": report.state.word(),
-                "sha256": report.sha256.map(|d| hex(&d)),
+                "sha256": report.sha256.map(hex::encode),
                 "findings": report.findings.iter().map(Finding::json).collect::<Vec<_>>(),
             }));
         } else if bad || !self.quiet {
@@ -315,7 +315,7 @@ fn compare(
     for ((at, is), n) in (0..size).step_by(extent_size as usize).zip(&found.extents).zip(0..) {
         let extent = Some((at, extent_size.min(size - at)));
         let should = expected.as_ref().and_then(|(_, digests)| digests.get(n));
-        let should = should.map_or_else(|| "anything readable".into(), |d| hex(d));
+        let should = should.map_or_else(|| "anything readable".into(), hex::encode);
         match is {
             Err(u) => {
                 unread += 1;
@@ -328,27 +328,29 @@ fn compare(
                     format!("nothing, unreadable from byte {} on: {why}", u.offset),
                 );
             }
-            Ok(d) if sealed && hex(d) != should => note("extent", extent, should, hex(d)),
+            Ok(d) if sealed && hex::encode(d) != should => {
+                note("extent", extent, should, hex::encode(d))
+            }
             Ok(_) => {}
         }
     }
-    let whole = found.sha256.map(|d| hex(&d));
+    let whole = found.sha256.map(hex::encode);
     if let Some((m, digests)) = &expected {
         if m.size != size {
             note("size", None, m.size.to_string(), size.to_string());
         }
         let root = seal::root(digests);
         if root[..] != m.root[..] {
-            note("root of the manifest", None, hex(&m.root), hex(&root));
+            note("root of the manifest", None, hex::encode(&m.root), hex::encode(root));
         }
-        if let Some(is) = whole.as_ref().filter(|is| **is != hex(&m.sha256)) {
-            note("SHA-256", None, hex(&m.sha256), is.clone());
+        if let Some(is) = whole.as_ref().filter(|is| **is != hex::encode(&m.sha256)) {
+            note("SHA-256", None, hex::encode(&m.sha256), is.clone());
         }
     }
     if let (Some(sum), Some(is)) = (sum, whole)
-        && is != hex(&sum)
+        && is != hex::encode(sum)
     {
-        note("sum", None, hex(&sum), is);
+        note("sum", None, hex::encode(sum), is);
     }
     let state = match (findings.len() - unread, unread) {
         (1.., _) => State::Differs,

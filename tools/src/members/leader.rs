@@ -11,8 +11,9 @@ use prost::Message as _;
 use strake_fabric::{Endpoint, Fabric, Identity, LeaderFinder, Message, Pool, Roads};
 use strake_proto::{Code, Error, Result, map::MapView, opcode, pb};
 use strake_runtime::Env;
+use strake_term::Progress;
 
-use crate::{config, dev::Cluster, term::Progress};
+use crate::{config, dev::Cluster};
 use pb::members_request::Change;
 
 #[derive(Args)]

@@ -17,8 +17,8 @@ use std::{
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use strake_proto::{Code, Error, Incarnation, Result, pb};
+use strake_term::table;
 
-use crate::term::table;
 use leader::address;
 pub(crate) use leader::{Group, Reach, UNFINISHED, passes};
 use pb::members_request::Change;

@@ -18,11 +18,9 @@ use strake_mds::offline::{
 };
 use strake_proto::{Code, Error, Result};
 use strake_runtime::Env;
+use strake_term::{Progress, size, table};
 
-use crate::{
-    config,
-    term::{Progress, size, table},
-};
+use crate::config;
 
 #[derive(Args)]
 pub struct InspectArgs {

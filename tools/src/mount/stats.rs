@@ -6,6 +6,7 @@ use clap::Args;
 use serde_json::{Map, Value};
 use strake_fuse::supervisor::control::Asker;
 use strake_proto::{Code, Error, Result};
+use strake_term::table;
 
 use super::{mounted_at, not_mounted, umount};
 
@@ -35,8 +36,8 @@ pub fn stats(args: &StatsArgs) -> Result<ExitCode> {
             counts.into_iter().map(|(name, n)| (name.into(), n.into())).collect();
         println!("{}", Value::Object(all));
     } else {
-        let widest = counts.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-        counts.iter().for_each(|(name, n)| println!("{name:widest$}  {n}"));
+        let row = |(name, n): &(&str, u64)| vec![name.to_string(), n.to_string()];
+        print!("{}", table(&counts.iter().map(row).collect::<Vec<_>>()));
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -7,7 +7,7 @@ use std::{
     process::Command,
 };
 
-use crate::common::{ok, strake};
+use crate::common::{ok, strake, up};
 
 /// A small cluster and its mount, until dropped.
 struct Mounted {
@@ -17,17 +17,8 @@ struct Mounted {
 impl Mounted {
     fn new() -> Mounted {
         let m = Mounted { root: tempfile::tempdir().unwrap() };
-        let mut up = strake();
-        up.args([
-            "up",
-            "--mds=1",
-            "--oss=2",
-            "--targets-per-oss=1",
-            "--mirror=2",
-            "--target-gib=1",
-            "--dir",
-        ]);
-        ok(&up
+        ok(&up(1, 2)
+            .args(["--mirror=2", "--dir"])
             .arg(m.at("cluster"))
             .arg("--mount")
             .arg(m.at("mnt"))

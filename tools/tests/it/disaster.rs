@@ -6,22 +6,18 @@ use std::{
     net::TcpListener,
     path::{Path, PathBuf},
     process::{Child, Output, Stdio},
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use crate::common::{kill, ok, refused, strake, text};
+use crate::common::{eventually, kill, ok, refused, strake, text, up};
 use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(90);
 const FILES: usize = 40;
 
-fn until(what: &str, mut f: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !f() {
-        assert!(start.elapsed() < LIMIT, "not in time: {what}");
-        thread::sleep(Duration::from_millis(50));
-    }
+#[track_caller]
+fn until(what: &str, f: impl FnMut() -> bool) {
+    eventually(what, LIMIT, f);
 }
 
 /// A mounted local cluster of three metadata servers and two storage servers, plus servers that the
@@ -41,21 +37,15 @@ impl World {
             return None;
         }
         let w = World { root: tempfile::tempdir().unwrap(), extra: Vec::new(), known: Vec::new() };
-        let mut up = strake();
-        up.args([
-            "up",
-            "--mds",
-            "3",
-            "--oss",
-            "2",
-            "--targets-per-oss",
-            "1",
-            "--target-gib",
-            "1",
-            "--mirror",
-            "2",
-        ]);
-        ok(&up.arg("--dir").arg(w.dir()).arg("--mount").arg(w.mnt()).output().unwrap());
+        let mut up = up(3, 2);
+        ok(&up
+            .arg("--mirror=2")
+            .arg("--dir")
+            .arg(w.dir())
+            .arg("--mount")
+            .arg(w.mnt())
+            .output()
+            .unwrap());
         Some(w)
     }
 

@@ -12,6 +12,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::common::{strake, up};
+
 const MIB: usize = 1 << 20;
 
 /// A cluster of one metadata server and two storage servers with one small target each, mounted;
@@ -20,10 +22,6 @@ struct Small {
     root: tempfile::TempDir,
     /// A separate small file system that the test mounted.
     tmpfs: Option<PathBuf>,
-}
-
-fn strake() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_strake"))
 }
 
 impl Small {
@@ -38,24 +36,8 @@ impl Small {
     }
 
     fn up(&self) {
-        let out = strake()
-            .args([
-                "up",
-                "--mds",
-                "1",
-                "--oss",
-                "2",
-                "--targets-per-oss",
-                "1",
-                "--target-gib",
-                "1",
-                "--dir",
-            ])
-            .arg(self.dir())
-            .arg("--mount")
-            .arg(self.mnt())
-            .output()
-            .unwrap();
+        let out =
+            up(1, 2).arg("--dir").arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap();
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     }
 

@@ -1,6 +1,6 @@
 //! A cluster that grows, and a cluster that permanently lost the only copies of some data.
 
-use std::{fs, path::Path, thread, time::Duration};
+use std::{fs, path::Path};
 
 use crate::cluster::{Cluster, pattern};
 use crate::common::{ok, refused, strake, text};
@@ -130,7 +130,6 @@ fn what_only_dead_targets_had_is_lost_by_name_alone() {
         assert!(fs::read(file(*i)).unwrap() == data(100 + i));
     }
     // The servers are taken out of the cluster by their names.
-    thread::sleep(Duration::from_secs(1));
     c.until("nothing needs them", || c.run(&["node", "remove", "oss1", "oss2"]).status.success());
     assert_eq!(c.targets().len(), 3);
     c.until("fsck is clean", || c.run(&["fsck", "--read-data"]).status.success());

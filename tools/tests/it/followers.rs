@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{kill, ok, strake};
+use crate::common::{kill, ok, strake, up};
 use serde_json::Value;
 
 const NAMES: usize = 3000;
@@ -69,23 +69,8 @@ fn a_listing_is_answered_by_a_follower_and_goes_on_when_that_is_killed() {
         return;
     }
     let c = Cluster(tempfile::tempdir().unwrap());
-    let mut up = strake();
-    up.args([
-        "up",
-        "--mds",
-        "3",
-        "--oss",
-        "1",
-        "--targets-per-oss",
-        "1",
-        "--target-gib",
-        "1",
-        "--mirror",
-        "1",
-        "--mount",
-        "none",
-    ]);
-    let said = ok(&up.arg("--dir").arg(c.dir()).output().unwrap());
+    let said =
+        ok(&up(3, 1).args(["--mirror=1", "--mount=none", "--dir"]).arg(c.dir()).output().unwrap());
     let mds = said.lines().find_map(|l| l.strip_prefix("metadata")).unwrap().trim().to_string();
     fs::create_dir(c.mnt()).unwrap();
     let key = c.dir().join("client.key");

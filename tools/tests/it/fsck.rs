@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{ok, strake, text};
+use crate::common::{ok, strake, text, up};
 use bytes::Bytes;
 use prost::Message as _;
 use serde_json::Value;
@@ -48,17 +48,14 @@ impl Small {
         self.root.path().join("mnt")
     }
     fn up(&self) {
-        let mut c = strake();
-        c.args([
-            "up",
-            "--mds=1",
-            "--oss=2",
-            "--targets-per-oss=1",
-            "--target-gib=1",
-            "--mirror=2",
-            "--dir",
-        ]);
-        ok(&c.arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap());
+        let mut c = up(1, 2);
+        ok(&c
+            .args(["--mirror=2", "--dir"])
+            .arg(self.dir())
+            .arg("--mount")
+            .arg(self.mnt())
+            .output()
+            .unwrap());
         // fsck asks only replicas in sync, so wait for all of them.
         let start = Instant::now();
         while !self.run(&["status"]).status.success() {

@@ -13,7 +13,8 @@ use crate::common::{ok, refused, strake, text};
 use serde_json::Value;
 use strake_client::{Client, Config, Creds, File};
 use strake_fabric::{Identity, Pool, Road, TcpFabric};
-use strake_gds::{Bridge, GpuMem, HostMem, Options, Policy, Tier, Transfer};
+use strake_fake_gpu::FakeGpu;
+use strake_gds::{Bridge, GpuMem, Options, Policy, Tier, Transfer};
 use strake_proto::{Code, layout::splitmix64};
 use strake_runtime::Env;
 
@@ -246,7 +247,7 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
         let (a, b) = (cluster.client().await, cluster.client().await);
-        let mem = HostMem::new();
+        let mem = FakeGpu::new();
         mem.limit_pins(1 << 30);
         let options = Options { pinned_limit: Some(256 << 20), ..Options::default() };
         let len = (24 << 20) + 12_345u64;

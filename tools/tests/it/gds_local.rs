@@ -10,9 +10,10 @@ use std::{
     sync::Arc,
 };
 
-use crate::common::{ok, refused, strake, text};
+use crate::common::{eventually, ok, refused, strake, text};
 use serde_json::Value;
 use strake_client::{Creds, File};
+use strake_fake_gpu::FakeGpu;
 use strake_gds::{
     Checksum, Fault, Options, Policy, Tier, Transfer,
     session::{Memory, Session, Setup, published},
@@ -25,6 +26,7 @@ use strake_proto::{
 };
 
 const LOCAL: Policy = Policy::Require(Tier::LocalGds);
+const LIMIT: std::time::Duration = std::time::Duration::from_secs(60);
 const CREATE: u32 = (libc::O_RDWR | libc::O_CREAT) as u32;
 
 /// One metadata server and one storage server; stopped when dropped.
@@ -67,11 +69,15 @@ impl Cluster {
     }
 
     fn session(&self, local: Option<PathBuf>) -> Session {
-        // The stand-in of a device cannot compute checksums.
+        Session::open(&self.setup(local)).unwrap()
+    }
+
+    fn setup(&self, local: Option<PathBuf>) -> Setup {
+        // Host memory in place of a device's cannot be summed there.
         let options =
             Options { local, accept_oss_checksum: true, slot_bytes: 1 << 20, ..Options::default() };
         let key = self.root.path().join("c/client.key");
-        Session::open(&Setup { key, options, ..Setup::new(&self.mds, Memory::Host) }).unwrap()
+        Setup { key, options, ..Setup::new(&self.mds, Memory::Host) }
     }
 
     fn stage(&self, dir: &Path, more: &[&str]) -> Output {
@@ -274,13 +280,11 @@ fn lfs_path_tells_the_tiers_of_a_file() {
     let part = [Transfer { file: file.clone(), offset: 5, gpu: gpu + 5, len: 4096 }];
     let saved = s.save(&part, Policy::Require(Tier::Pageable)).unwrap();
     // The bridge publishes its counters within a quarter of a second.
-    let last = loop {
-        let v = seen();
-        if v["bridges"][0]["saved"]["together"] == 4096 {
-            break v;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    };
+    let mut last = Value::Null;
+    eventually("the counters of the bridge", LIMIT, || {
+        last = seen();
+        last["bridges"][0]["saved"]["together"] == 4096
+    });
     let bridge = &last["bridges"][0];
     assert_eq!(bridge["pid"], std::process::id());
     for (way, report) in [("loaded", &loaded), ("saved", &saved)] {
@@ -311,25 +315,24 @@ fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
     let kept = fs::File::open(&name).unwrap();
     // The call must begin with pinned memory. On host memory that depends on the measured rates.
     let pinned_first = || {
-        let s = cluster.session(None);
+        let device = FakeGpu::new();
+        let s = Session::open_on(&cluster.setup(None), Arc::new(device.clone())).unwrap();
         let tiers = s.tiers().unwrap();
         let rate =
             |tier: &str| tiers.iter().find(|t| t.tier == tier).and_then(|t| t.load_bytes_per_s);
         match (rate("bounce-tcp"), rate("pageable")) {
-            (Some(pinned), Some(other)) => Ok((pinned > other).then_some(s)),
+            (Some(pinned), Some(other)) => Ok((pinned > other).then_some((s, device))),
             _ => Err("skipped: no memory can be locked here"),
         }
     };
-    let s = match (0..1000).find_map(|_| pinned_first().transpose()) {
-        Some(Ok(s)) => s,
+    let (s, device) = match (0..1000).find_map(|_| pinned_first().transpose()) {
+        Some(Ok(both)) => both,
         Some(Err(why)) => return println!("{why}"),
         None => panic!("pinned memory was never the faster one"),
     };
     let gpu = s.device().alloc(len as u64).unwrap();
     let file = Arc::new(s.open_file("/f", 0, 0).unwrap());
-    s.host()
-        .unwrap()
-        .fail_pinned_after(4, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
+    device.fail_pinned_after(4, Fault::Driver { call: "copy", code: 1, name: "as asked".into() });
     let whole = [Transfer { file: file.clone(), offset: 0, gpu, len: len as u64 }];
     let r = s.load(&whole, Policy::Prefer).unwrap();
     assert!(
@@ -338,15 +341,12 @@ fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
     );
     let path =
         |more: &[&str]| ok(&strake().args(["lfs", "path"]).args(more).arg(&name).output().unwrap());
-    let begun = std::time::Instant::now();
-    let loaded = loop {
-        let v: Value = serde_json::from_str(&path(&["--json"])).unwrap();
-        if v[0]["bridges"][0]["loaded"]["together"] == len {
-            break v[0]["bridges"][0]["loaded"].clone();
-        }
-        assert!(begun.elapsed().as_secs() < 60, "{v}");
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    };
+    let mut loaded = Value::Null;
+    eventually("the counters of the bridge", LIMIT, || {
+        let mut v: Value = serde_json::from_str(&path(&["--json"])).unwrap();
+        loaded = v[0]["bridges"][0]["loaded"].take();
+        loaded["together"] == len
+    });
     assert_eq!(loaded["by_tier"], serde_json::to_value(r.by_tier).unwrap());
     let sum: u64 =
         loaded["by_tier"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();

@@ -7,10 +7,12 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use crate::common::{kill, ok, refused, strake};
+use crate::common::{eventually, kill, ok, refused, strake};
+
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// One metadata server, one storage server, one copy; stopped when dropped.
 struct Tiny {
@@ -354,13 +356,6 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
         c.dir.join("bench/memory").canonicalize().unwrap_or_else(|_| c.dir.join("bench/memory"));
     let is_mounted =
         || fs::read_to_string("/proc/self/mountinfo").unwrap().contains(own.to_str().unwrap());
-    let until = |what: &str, mut done: Box<dyn FnMut() -> bool + '_>| {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while !done() {
-            assert!(Instant::now() < deadline, "{what}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    };
     for _ in 0..5 {
         let mut killed = strake();
         killed.arg("bench").arg("--dir").arg(&c.dir).args([
@@ -369,10 +364,10 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
             "--only=4 readers",
         ]);
         let mut killed = killed.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        until("it never mounted its own", Box::new(is_mounted));
+        eventually("its own mount", LIMIT, is_mounted);
         killed.kill().unwrap();
-        until("it does not end", Box::new(|| killed.try_wait().unwrap().is_some()));
-        until("its mount stays", Box::new(|| !is_mounted()));
+        eventually("its end", LIMIT, || killed.try_wait().unwrap().is_some());
+        eventually("the end of its mount", LIMIT, || !is_mounted());
     }
     let small = ["--size-mib=10", "--files=80", "--random-ops=400", "--runs=1", "--json"];
     let out = ok(&bench(&small));

@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{kill, ok, refused, strake, text};
+use crate::common::{eventually, kill, ok, refused, strake, text, up};
 use serde_json::Value;
 
 /// A cluster of three metadata servers, and more servers that this test starts.
@@ -28,12 +28,9 @@ struct Group {
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-fn until(what: &str, mut f: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !f() {
-        assert!(start.elapsed() < LIMIT, "not within a minute: {what}");
-        thread::sleep(Duration::from_millis(20));
-    }
+#[track_caller]
+fn until(what: &str, f: impl FnMut() -> bool) {
+    eventually(what, LIMIT, f);
 }
 
 fn free_port() -> u16 {
@@ -41,15 +38,12 @@ fn free_port() -> u16 {
 }
 
 impl Group {
-    fn new(oss: &str, mount: bool) -> Group {
+    fn new(oss: u32, mount: bool) -> Group {
         let root = tempfile::tempdir().unwrap();
         let mut g = Group { root, known: Vec::new(), extra: Vec::new() };
         let mnt = if mount { g.mnt() } else { "none".into() };
-        let mut up = strake();
-        up.args(["up", "--mds", "3", "--oss", oss, "--targets-per-oss", "1", "--target-gib", "1"]);
-        let mirror = if oss == "1" { "1" } else { "2" };
-        ok(&up
-            .args(["--mirror", mirror, "--dir"])
+        ok(&up(3, oss)
+            .args([&format!("--mirror={}", oss.min(2)), "--dir"])
             .arg(g.dir())
             .arg("--mount")
             .arg(mnt)
@@ -243,7 +237,7 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
         println!("skipped: {e}");
         return;
     }
-    let mut g = Group::new("2", true);
+    let mut g = Group::new(2, true);
     let writer = Writer::start(g.mnt().join("w"));
     g.in_order();
     assert_eq!(g.voters(), [1, 2, 3]);
@@ -318,7 +312,7 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
 
 #[test]
 fn a_wiped_leader_is_replaced_and_then_the_next_one() {
-    let mut g = Group::new("1", false);
+    let mut g = Group::new(1, false);
     g.in_order();
     // First: an ordinary member of the cluster loses its disk while it leads.
     let first = g.leader();
@@ -365,7 +359,7 @@ fn a_wiped_leader_is_replaced_and_then_the_next_one() {
 
 #[test]
 fn what_cannot_be_is_refused_with_words() {
-    let mut g = Group::new("1", false);
+    let mut g = Group::new(1, false);
     g.in_order();
     // The command also finds the servers by the cluster's folder.
     assert!(
@@ -380,7 +374,7 @@ fn what_cannot_be_is_refused_with_words() {
     refused(&g.mds(&["replace", "2", &other]), &["cannot take its own place"]);
     assert!(ok(&g.mds(&["add", &other])).contains("is a member already"));
     // Another cluster's server, and another cluster's key.
-    let b = Group::new("1", false);
+    let b = Group::new(1, false);
     refused(&g.mds(&["add", &b.address(1)]), &["another cluster"]);
     fs::copy(b.dir().join("cluster.key"), g.dir().join("other.key")).unwrap();
     for command in [&["list"][..], &["remove", "1"]] {

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use crate::common::{kill, ok, refused, signal, strake, text};
+use crate::common::{eventually, kill, ok, refused, signal, strake, text, up};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -29,23 +29,7 @@ impl Small {
     }
 
     fn up(&self, extra: &[&str]) -> Output {
-        strake()
-            .args([
-                "up",
-                "--mds",
-                "1",
-                "--oss",
-                "2",
-                "--targets-per-oss",
-                "1",
-                "--target-gib",
-                "1",
-                "--dir",
-            ])
-            .arg(&self.dir)
-            .args(extra)
-            .output()
-            .unwrap()
+        up(1, 2).arg("--dir").arg(&self.dir).args(extra).output().unwrap()
     }
 
     fn on_cluster(&self, command: &str, extra: &[&str]) -> Output {
@@ -266,9 +250,8 @@ fn a_storage_server_that_no_road_leads_to_holds_up_only_what_is_on_it() {
     );
     fs::write(&theirs, text).unwrap();
     let _server = Server(strake().arg("oss").arg("--config").arg(&theirs).spawn().unwrap());
-    while !small.status().to_string().contains("rdma:127.0.0.1:9") {
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    let is_known = || small.status().to_string().contains("rdma:127.0.0.1:9");
+    eventually("the server's address", Duration::from_secs(60), is_known);
     // The next daemon of an existing mount.
     let mount = fs::read_to_string(small.dir.join("run/mount.pid")).unwrap();
     let daemon =

@@ -10,7 +10,7 @@ use std::{
     process::Output,
 };
 
-use crate::common::{ok, strake, text};
+use crate::common::{eventually, ok, strake, text};
 use serde_json::Value;
 
 const BLOCK: usize = 4096;
@@ -164,11 +164,9 @@ fn decay_is_repaired_from_the_other_copy_and_named_by_path_and_offset() {
     };
     let lines =
         places.map(|(_, at)| format!("/data/samples: bytes {at} to {}, chunk ", at + BLOCK));
-    let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
-    while !lines.iter().all(|l| log().contains(l)) {
-        assert!(std::time::Instant::now() < until, "{lines:?} in {}", log());
-        std::thread::sleep(std::time::Duration::from_millis(50));
-    }
+    eventually(format!("{lines:?}"), std::time::Duration::from_secs(10), || {
+        lines.iter().all(|l| log().contains(l))
+    });
     // The findings also appear in the readable output and in the status; a second pass reports
     // nothing new.
     let out = ok(&c.scrub(&[]));

@@ -8,7 +8,7 @@ use std::{
     process::{Command, Output},
 };
 
-use crate::common::{kill, ok, refused, strake, text};
+use crate::common::{kill, ok, refused, strake, text, up};
 use serde_json::Value;
 
 /// One server each, one copy; stopped when dropped.
@@ -23,16 +23,13 @@ impl Cluster {
         c
     }
     fn up(&self) -> Output {
-        let mut up = strake();
-        up.args([
-            "up",
-            "--mds=1",
-            "--oss=1",
-            "--targets-per-oss=1",
-            "--mirror=1",
-            "--target-gib=1",
-        ]);
-        up.arg("--dir").arg(self.dir()).arg("--mount").arg(self.mnt()).output().unwrap()
+        let mut up = up(1, 1);
+        up.args(["--mirror=1", "--dir"])
+            .arg(self.dir())
+            .arg("--mount")
+            .arg(self.mnt())
+            .output()
+            .unwrap()
     }
     fn down(&self) -> Output {
         strake().args(["down", "--dir"]).arg(self.dir()).output().unwrap()

@@ -21,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::common::{ok, strake};
+use crate::common::{ok, strake, up};
 use strake_fabric::{Connection, Endpoint, Fabric, Identity, Message, Pool, TcpFabric};
 use strake_proto::{Code, Result, opcode, pb};
 use strake_runtime::{Env, keyfile};
@@ -62,21 +62,8 @@ impl Victim {
             .build()
             .unwrap();
         let v = Victim { root: tempfile::tempdir().unwrap(), runtime };
-        let mut up = strake();
-        up.args([
-            "up",
-            "--mds",
-            "3",
-            "--oss",
-            "2",
-            "--targets-per-oss",
-            "1",
-            "--target-gib",
-            "1",
-            "--dir",
-        ])
-        .arg(v.dir());
-        ok(&up.arg("--mount").arg(v.mount()).output().unwrap());
+        let mut up = up(3, 2);
+        ok(&up.arg("--dir").arg(v.dir()).arg("--mount").arg(v.mount()).output().unwrap());
         Some(v)
     }
     fn dir(&self) -> PathBuf {

@@ -86,8 +86,7 @@ impl Mounted {
         );
         std::fs::write(to("modules"), "ext4 1 1 - Live 0x0\n").unwrap();
         let key = to("client.key");
-        std::fs::write(&key, client_key().iter().map(|b| format!("{b:02x}")).collect::<String>())
-            .unwrap();
+        std::fs::write(&key, hex::encode(client_key())).unwrap();
         std::fs::set_permissions(&key, PermissionsExt::from_mode(0o600)).unwrap();
         std::fs::create_dir(to("elsewhere")).unwrap();
 

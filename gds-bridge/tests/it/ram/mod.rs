@@ -12,7 +12,8 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_client::Arrived;
 use strake_fabric::{Buf, BufMut, ByRoad, Foreign, Pool, Road};
-use strake_gds::{Bridge, FileIo, GpuMem, HostMem, Network, Options, Policy, Transfer, not_direct};
+use strake_fake_gpu::FakeGpu;
+use strake_gds::{Bridge, FileIo, GpuMem, Network, Options, Policy, Transfer, not_direct};
 use strake_proto::{Result, layout::splitmix64};
 
 pub const KIB: u64 = 1 << 10;
@@ -124,20 +125,20 @@ impl FileIo for Ram {
 
 /// A device that can pin `pins` bytes without really locking them, and a bridge to it with small
 /// parts.
-pub async fn bridge(pins: u64) -> (HostMem, Pool, Bridge) {
-    let (mem, pool) = (HostMem::new(), Pool::new(64 << 20));
+pub async fn bridge(pins: u64) -> (FakeGpu, Pool, Bridge) {
+    let (mem, pool) = (FakeGpu::new(), Pool::new(64 << 20));
     mem.limit_pins(pins);
     let bridge = over(&mem, Arc::new(pool.clone())).await;
     (mem, pool, bridge)
 }
 
 /// A bridge with three workers that have two slots of 256 KiB each.
-pub async fn over(mem: &HostMem, network: Arc<dyn Network>) -> Bridge {
+pub async fn over(mem: &FakeGpu, network: Arc<dyn Network>) -> Bridge {
     demanding(mem, network, Policy::Prefer).await
 }
 
 /// As [`over`], with a policy of the bridge.
-pub async fn demanding(mem: &HostMem, network: Arc<dyn Network>, policy: Policy) -> Bridge {
+pub async fn demanding(mem: &FakeGpu, network: Arc<dyn Network>, policy: Policy) -> Bridge {
     let pinned_limit = Some(1 << 30);
     let options = Options {
         workers: 3,
@@ -151,7 +152,7 @@ pub async fn demanding(mem: &HostMem, network: Arc<dyn Network>, policy: Policy)
 }
 
 /// A device allocation with these contents.
-pub fn device(mem: &HostMem, bytes: &[u8]) -> u64 {
+pub fn device(mem: &FakeGpu, bytes: &[u8]) -> u64 {
     let addr = mem.alloc(bytes.len() as u64).unwrap();
     mem.poke(addr, bytes).unwrap();
     addr

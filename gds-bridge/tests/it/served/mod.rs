@@ -61,8 +61,7 @@ impl Served {
         });
         let dir = tempfile::tempdir().unwrap();
         let key = dir.path().join("client.key");
-        let hex = |k: [u8; 32]| k.iter().map(|b| format!("{b:02x}")).collect::<String>();
-        std::fs::write(&key, hex(derive_key(&CLUSTER_KEY, "strake client v1"))).unwrap();
+        std::fs::write(&key, hex::encode(derive_key(&CLUSTER_KEY, "strake client v1"))).unwrap();
         std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).unwrap();
         let mds = at[..MDS.len()].join(",");
         Served { cluster, mds, key, dir, _listeners: listeners, runtime }

@@ -319,7 +319,7 @@ pub(super) fn digest(store: &dyn Reader) -> String {
             h.update(part);
         }
     }
-    h.finalize().iter().map(|b| format!("{b:02x}")).collect()
+    hex::encode(h.finalize())
 }
 
 /// Everything that must be true of a state, whatever happened before.

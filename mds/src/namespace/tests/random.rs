@@ -395,7 +395,7 @@ fn the_state_after_a_fixed_log_is_fixed() {
     let log_digest = {
         let mut h = Sha256::new();
         log.iter().for_each(|e| h.update(&e.2));
-        h.finalize().iter().take(8).map(|b| format!("{b:02x}")).collect::<String>()
+        hex::encode(&h.finalize()[..8])
     };
     let state = "4e10b94ee6b3d4c9bbd3db3f0591bfb80c7358500d039c879a2c7d644819f119";
     assert_eq!((log_digest.as_str(), digest(&fs.store).as_str()), ("02bb811970b0d36a", state));

@@ -2,8 +2,12 @@
 //! prototypes are the same in every release of SPDK from v22.01 to v26.05. The only structure known
 //! here is [`Completion`], which NVMe fixes.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::{
+    error::Error as _,
+    ffi::{CStr, c_char, c_int, c_void},
+};
 
+use libloading::os::unix;
 use strake_proto::{Code, Error, Result};
 
 /// `struct spdk_nvme_cpl`: a completion queue entry (NVMe Base 2.0, 3.3.3.2).
@@ -47,10 +51,9 @@ macro_rules! functions {
         impl Api {
             fn find() -> Result<Api> {
                 Ok(Api { $($name: {
-                    let at = symbol(concat!(stringify!($name), "\0"))?;
                     // SAFETY: the function of that name has this prototype in every release of SPDK
                     // and DPDK from v22.01 on.
-                    unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) $(-> $out)?>(at) }
+                    unsafe { symbol::<unsafe extern "C" fn($($arg),*) $(-> $out)?>(stringify!($name)) }?
                 },)* })
             }
         }
@@ -94,26 +97,13 @@ functions! {
 const INSTALL: &str = "build SPDK (v22.01 or later) with its own DPDK and --with-shared, install both and run ldconfig, \
                        or name their folders in LD_LIBRARY_PATH";
 
-fn last_error() -> String {
-    // SAFETY: dlerror returns null or a string that is valid until the next call of this thread.
-    let text = unsafe { libc::dlerror() };
-    if text.is_null() {
-        return "unknown error".into();
-    }
-    // SAFETY: as above.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-}
-
 /// Opens the libraries for good, because DPDK's threads run their code as long as the process
 /// lives. `NoEnt` with a message that says what to install.
 pub(super) fn load() -> Result<Api> {
     open_all(LIBRARIES)?;
-    let at = symbol("rte_version\0")?;
-    // SAFETY: the function of that name has this prototype in every release of DPDK, and may be
-    // called before all others.
-    let version =
-        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> *const c_char>(at) };
-    // SAFETY: it returns a constant string.
+    // SAFETY: the function of that name has this prototype in every release of DPDK.
+    let version = unsafe { symbol::<unsafe extern "C" fn() -> *const c_char>("rte_version") }?;
+    // SAFETY: it may be called before all others, and returns a constant string.
     let version = unsafe { CStr::from_ptr(version()) }.to_string_lossy();
     if is_too_old(&version) {
         let m =
@@ -134,31 +124,32 @@ fn is_too_old(dpdk: &str) -> bool {
 
 fn open_all(libraries: &[(&str, bool)]) -> Result<()> {
     for (name, needed) in libraries {
-        let text = CString::new(*name).map_err(|_| Error::new(Code::Inval, "a library's name"))?;
-        // SAFETY: a valid string; constructors of these libraries only register transports and
-        // drivers.
-        let opened = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_LAZY | libc::RTLD_GLOBAL) };
-        if opened.is_null() && *needed {
-            return Err(Error::new(
-                Code::NoEnt,
-                format!("SPDK is not installed ({}); {INSTALL}", last_error()),
-            ));
+        // SAFETY: constructors of these libraries only register transports and drivers.
+        match unsafe { unix::Library::open(Some(*name), unix::RTLD_LAZY | unix::RTLD_GLOBAL) } {
+            // It is never closed.
+            Ok(library) => std::mem::forget(library),
+            Err(e) if *needed => {
+                let why = e.source().map_or(e.to_string(), ToString::to_string);
+                let m = format!("SPDK is not installed ({why}); {INSTALL}");
+                return Err(Error::new(Code::NoEnt, m));
+            }
+            Err(_) => {}
         }
     }
     Ok(())
 }
 
-fn symbol(name: &'static str) -> Result<*mut c_void> {
-    // SAFETY: `name` ends with a zero byte.
-    let at = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr().cast()) };
-    if at.is_null() {
-        let name = name.trim_end_matches('\0');
-        return Err(Error::new(
-            Code::OpNotSupp,
-            format!("the SPDK of this machine has no {name}; {INSTALL}"),
-        ));
-    }
-    Ok(at)
+/// A function by its name.
+///
+/// # Safety
+/// `F` is the type of a function pointer, and that of the function of this name.
+unsafe fn symbol<F: Copy>(name: &str) -> Result<F> {
+    // SAFETY: the caller's promise. A pointer to a function is never null, so `None` is.
+    let found = unsafe { unix::Library::this().get::<Option<F>>(name) }.ok().and_then(|s| *s);
+    found.ok_or_else(|| {
+        let m = format!("the SPDK of this machine has no {name}; {INSTALL}");
+        Error::new(Code::OpNotSupp, m)
+    })
 }
 
 #[cfg(test)]
@@ -174,12 +165,14 @@ mod tests {
             e.message.contains("libstrake_nor_such.so") && e.message.contains("build SPDK"),
             "{e}"
         );
-        let e = symbol("strake_no_such_function\0").unwrap_err();
+        // SAFETY: only looked up.
+        let of = |name: &str| unsafe { symbol::<unsafe extern "C" fn()>(name) };
+        let e = of("strake_no_such_function").unwrap_err();
         assert!(
             e.code == Code::OpNotSupp && e.message.contains("no strake_no_such_function;"),
             "{e}"
         );
-        assert!(symbol("malloc\0").is_ok());
+        assert!(of("malloc").is_ok());
     }
 
     #[test]

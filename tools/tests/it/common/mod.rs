@@ -12,6 +12,15 @@ pub fn strake() -> Command {
     Command::new(std::env::var_os("STRAKE").unwrap_or_else(|| env!("CARGO_BIN_EXE_strake").into()))
 }
 
+/// `strake up` with this many metadata and storage servers, and one target of 1 GiB on each of the
+/// latter.
+pub fn up(mds: u32, oss: u32) -> Command {
+    let mut c = strake();
+    c.args(["up", &format!("--mds={mds}"), &format!("--oss={oss}")]);
+    c.args(["--targets-per-oss=1", "--target-gib=1"]);
+    c
+}
+
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
@@ -22,18 +31,22 @@ pub fn ok(out: &Output) -> String {
     text(&out.stdout)
 }
 
+/// Waits until `f` holds. Fails when that takes longer than `limit`, and says what was waited for.
+#[track_caller]
+pub fn eventually(what: impl std::fmt::Display, limit: Duration, mut f: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !f() {
+        assert!(start.elapsed() < limit, "not within {limit:?}: {what}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// Sends SIGKILL to the process with this id. When this returns, the process has released its files
 /// and ports.
 pub fn kill(pid: &str) {
     signal(pid, rustix::process::Signal::KILL);
-    let start = Instant::now();
-    while holds_something(pid.trim()) {
-        assert!(
-            start.elapsed() < Duration::from_secs(30),
-            "process {pid} is killed and does not end"
-        );
-        thread::sleep(Duration::from_millis(2));
-    }
+    let what = format!("process {pid}, which was killed, ends");
+    eventually(what, Duration::from_secs(30), || !holds_something(pid.trim()));
 }
 
 /// A process that has ended may remain as a zombie until its parent looks. Its main thread may

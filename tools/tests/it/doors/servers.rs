@@ -8,7 +8,7 @@ use std::{
         Arc,
         atomic::{AtomicUsize, Ordering::SeqCst},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -17,7 +17,7 @@ use strake_proto::{Code, Error, Result};
 use strake_runtime::{ClientKey, Env, keyfile::read_client};
 
 use super::{Doors, can_mount};
-use crate::common::{ok, refused, strake, text};
+use crate::common::{eventually, ok, refused, strake, text};
 
 /// Counts the requests that clients trust it with.
 #[derive(Default)]
@@ -39,15 +39,9 @@ fn as_a_server(key: &ClientKey) -> Identity {
 
 /// Waits until something is mounted there.
 fn mounted(at: &Path) {
-    let start = Instant::now();
-    while !fs::read_to_string("/proc/self/mounts").unwrap().contains(at.to_str().unwrap()) {
-        assert!(
-            start.elapsed() < Duration::from_secs(60),
-            "nothing is mounted at {}",
-            at.display()
-        );
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    eventually(format!("a mount at {}", at.display()), Duration::from_secs(60), || {
+        fs::read_to_string("/proc/self/mounts").unwrap().contains(at.to_str().unwrap())
+    });
 }
 
 #[test]

@@ -62,6 +62,18 @@ pub fn frame(opcode: u16, id: u64, body: &[u8], payload: &[u8], payload_len: u32
     [&h.encode()[..], body, payload].concat()
 }
 
+/// Sets an ACL of 506 groups.
+pub fn acl_of_groups(ino: u64) -> pb::op::Op {
+    let entry = |tag: u16, id: u32| {
+        [&tag.to_le_bytes()[..], &7u16.to_le_bytes(), &id.to_le_bytes()].concat()
+    };
+    let mut value = [&[2, 0, 0, 0][..], &entry(1, u32::MAX), &entry(4, u32::MAX)].concat();
+    (0..506).for_each(|i| value.extend(entry(8, 1_000_000 + i)));
+    value.extend([entry(16, u32::MAX), entry(32, u32::MAX)].concat());
+    let name = Bytes::from_static(b"system.posix_acl_access");
+    pb::op::Op::Setxattr(pb::SetXattr { ino, name, value: value.into(), ..Default::default() })
+}
+
 pub struct Hand {
     pub stream: TcpStream,
     next: u64,

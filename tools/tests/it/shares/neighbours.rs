@@ -17,7 +17,7 @@ use tokio::{
 };
 
 use super::{
-    hands::{Answer, BYTES, Hand, Visitor, frame, silent},
+    hands::{Answer, BYTES, Hand, Visitor, acl_of_groups, frame, silent},
     servers_of,
 };
 use pb::op::Op;
@@ -211,19 +211,7 @@ async fn folder(v: &mut Visitor, n: u64) -> Answer<u64> {
 /// An ACL of 506 groups, checked for a caller with the largest possible number of groups.
 async fn groups(v: &mut Visitor, n: u64) -> Answer<()> {
     let dir = folder(v, n).await?;
-    let entry = |tag: u16, id: u32| {
-        [&tag.to_le_bytes()[..], &7u16.to_le_bytes(), &id.to_le_bytes()].concat()
-    };
-    let mut value = [&[2, 0, 0, 0][..], &entry(1, u32::MAX), &entry(4, u32::MAX)].concat();
-    (0..506).for_each(|i| value.extend(entry(8, 1_000_000 + i)));
-    value.extend([entry(16, u32::MAX), entry(32, u32::MAX)].concat());
-    let acl = pb::SetXattr {
-        ino: dir,
-        name: name("system.posix_acl_access"),
-        value: value.into(),
-        ..Default::default()
-    };
-    v.run(&pb::Creds::default(), vec![Op::Setxattr(acl)]).await??;
+    v.run(&pb::Creds::default(), vec![acl_of_groups(dir)]).await??;
     let many = pb::Creds { uid: 1000, gid: 1000, groups: (0..65_000).collect() };
     let lookup = Op::Lookup(pb::Lookup { parent: dir, name: name("k") });
     for round in 0.. {

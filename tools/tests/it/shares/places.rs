@@ -9,13 +9,11 @@ use std::{
 
 use strake_fabric::{Endpoint, tcp::handshake};
 use strake_proto::{
-    WIRE_VERSION,
-    checksum::crc32c,
-    frame::{Header, Kind, MAX_BODY, MAX_PAYLOAD},
+    frame::{HEADER_LEN, MAX_BODY, MAX_PAYLOAD},
     opcode, pb,
 };
 
-use super::{Victim, looks};
+use super::{Victim, hands::frame, looks};
 
 fn open(at: &Endpoint) -> TcpStream {
     let Endpoint::Tcp(host, port) = at else { unreachable!() };
@@ -47,24 +45,6 @@ fn shaken(v: &Victim, at: &Endpoint) -> TcpStream {
     s
 }
 
-fn header(opcode: u16, body: &[u8], payload_len: u32) -> [u8; 64] {
-    let h = Header {
-        version: WIRE_VERSION,
-        kind: Kind::Request,
-        flags: 0,
-        opcode,
-        status: 0,
-        deadline_ms: 0,
-        request_id: 1,
-        body_len: body.len() as u32,
-        payload_len,
-        body_crc: crc32c(body),
-        payload_crc: 0,
-        trace: 0,
-    };
-    h.encode()
-}
-
 #[test]
 fn silent_connections_and_halves_of_frames_keep_nobody_out() {
     let Some(v) = Victim::new() else { return };
@@ -87,8 +67,7 @@ fn silent_connections_and_halves_of_frames_keep_nobody_out() {
     for at in v.servers("oss") {
         for _ in 0..16 {
             let (mut s, body) = (shaken(&v, &at), [0; 96]);
-            s.write_all(&header(opcode::WRITE, &body, MAX_PAYLOAD)).unwrap();
-            s.write_all(&body).unwrap();
+            s.write_all(&frame(opcode::WRITE, 1, &body, &[], MAX_PAYLOAD)).unwrap();
             halves.push(s);
         }
     }
@@ -97,8 +76,9 @@ fn silent_connections_and_halves_of_frames_keep_nobody_out() {
     for at in v.servers("mds") {
         for _ in 0..20 {
             let mut s = shaken(&v, &at);
-            s.write_all(&header(opcode::META, &body, 0)).unwrap();
-            let _ = s.write_all(&body[1..]);
+            let whole = frame(opcode::META, 1, &body, &[], 0);
+            s.write_all(&whole[..HEADER_LEN]).unwrap();
+            let _ = s.write_all(&whole[HEADER_LEN + 1..]);
             halves.push(s);
         }
     }

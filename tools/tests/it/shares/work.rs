@@ -5,7 +5,7 @@ use std::{thread, time::Duration};
 use bytes::Bytes;
 use strake_proto::{Code, ids::ROOT_INO, pb};
 
-use super::{Victim, looks, looks_while};
+use super::{Victim, hands::acl_of_groups, looks, looks_while};
 use pb::op::Op;
 
 fn name(s: &str) -> Bytes {
@@ -38,19 +38,7 @@ fn lists_that_are_much_work_do_not_stop_others() {
     // An ACL of 506 groups, checked 8,000 times for a caller with the largest possible number of
     // groups.
     let dir = s.run(&root, vec![mkdir(ROOT_INO, "acl")]).unwrap().ino;
-    let entry = |tag: u16, id: u32| {
-        [&tag.to_le_bytes()[..], &7u16.to_le_bytes(), &id.to_le_bytes()].concat()
-    };
-    let mut value = [&[2, 0, 0, 0][..], &entry(1, u32::MAX), &entry(4, u32::MAX)].concat();
-    (0..506).for_each(|i| value.extend(entry(8, 1_000_000 + i)));
-    value.extend([entry(16, u32::MAX), entry(32, u32::MAX)].concat());
-    let acl = pb::SetXattr {
-        ino: dir,
-        name: name("system.posix_acl_access"),
-        value: value.into(),
-        ..Default::default()
-    };
-    s.run(&root, vec![Op::Setxattr(acl)]).unwrap();
+    s.run(&root, vec![acl_of_groups(dir)]).unwrap();
     let lookup = Op::Lookup(pb::Lookup { parent: dir, name: name("k") });
     let changes: Vec<Op> =
         std::iter::once(mkdir(dir, "k")).chain(vec![lookup.clone(); 8000]).collect();

@@ -1,11 +1,10 @@
 //! The FUSE memory limit: one big file, answered from memory through the same transport settings as
-//! the mount. The throughput measured here is what `/dev/fuse` allows on this machine; benches
-//! divide by it.
+//! the mount. The throughput measured here is what `/dev/fuse` allows on this machine; rows are
+//! divided by it.
 
 use std::{
     ffi::OsStr,
     io,
-    path::Path,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
@@ -14,12 +13,8 @@ use fuser::{
     LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen,
     ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
+use strake_fuse::{MAX_REQUEST, MountConfig, MountedSession, OPEN_FLAGS, can_mount, negotiate};
 use strake_proto::{Error, Result};
-
-use crate::{
-    MountConfig, mountpoint,
-    transport::kernel::{self, MountedSession},
-};
 
 /// Name of the only file.
 pub const MEMORY_FILE: &str = "data";
@@ -35,7 +30,7 @@ pub struct MemoryLimit {
 /// 251` within each MiB. Writes are accepted and discarded. `cfg` gives mountpoint and threads; its
 /// timeouts are not used.
 pub fn mount_memory_limit(cfg: &MountConfig, size: u64) -> Result<MemoryLimit> {
-    mountpoint::check(cfg)?;
+    can_mount(&cfg.mountpoint)?;
     let cfg = MountConfig { fsname: "strake-memory".into(), ..cfg.clone() };
     Ok(MemoryLimit { session: MountedSession::start(MemoryFs::new(size), &cfg)? })
 }
@@ -57,7 +52,7 @@ impl MemoryLimit {
 
 /// The byte at `offset` of the file, for checking.
 pub fn memory_byte(offset: u64) -> u8 {
-    ((offset % u64::from(kernel::MAX_REQUEST)) * 31 % 251) as u8
+    ((offset % u64::from(MAX_REQUEST)) * 31 % 251) as u8
 }
 
 struct MemoryFs {
@@ -68,7 +63,7 @@ struct MemoryFs {
 
 impl MemoryFs {
     fn new(size: u64) -> MemoryFs {
-        let pattern = (0..2 * u64::from(kernel::MAX_REQUEST)).map(memory_byte).collect();
+        let pattern = (0..2 * u64::from(MAX_REQUEST)).map(memory_byte).collect();
         MemoryFs { size, pattern }
     }
 
@@ -93,7 +88,7 @@ impl MemoryFs {
             uid: rustix::process::getuid().as_raw(),
             gid: rustix::process::getgid().as_raw(),
             rdev: 0,
-            blksize: kernel::MAX_REQUEST,
+            blksize: MAX_REQUEST,
             flags: 0,
         })
     }
@@ -108,7 +103,7 @@ impl MemoryFs {
 
 impl Filesystem for MemoryFs {
     fn init(&mut self, _: &Request, kernel: &mut KernelConfig) -> io::Result<()> {
-        kernel::negotiate(kernel);
+        negotiate(kernel);
         Ok(())
     }
 
@@ -147,7 +142,7 @@ impl Filesystem for MemoryFs {
     }
 
     fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
-        reply.opened(FileHandle(0), kernel::OPEN_FLAGS);
+        reply.opened(FileHandle(0), OPEN_FLAGS);
     }
 
     fn read(
@@ -161,9 +156,8 @@ impl Filesystem for MemoryFs {
         _: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let len =
-            u64::from(size.min(kernel::MAX_REQUEST)).min(self.size.saturating_sub(offset)) as usize;
-        let start = (offset % u64::from(kernel::MAX_REQUEST)) as usize;
+        let len = u64::from(size.min(MAX_REQUEST)).min(self.size.saturating_sub(offset)) as usize;
+        let start = (offset % u64::from(MAX_REQUEST)) as usize;
         reply.data(&self.pattern[start..start + len]);
     }
 
@@ -209,7 +203,6 @@ impl Filesystem for MemoryFs {
     }
 }
 
-/// Whether this machine can mount at all: `/dev/fuse` is there and this process may use it.
-pub fn can_mount(probe: &Path) -> Result<()> {
-    mountpoint::check(&MountConfig::new(probe))
-}
+#[cfg(test)]
+#[path = "memory_fs_tests.rs"]
+mod tests;

@@ -9,9 +9,12 @@ use std::{
 };
 
 use clap::Args;
-use strake_fuse::{MEMORY_FILE, MountConfig, mount_memory_limit};
+use strake_fuse::MountConfig;
 use strake_proto::{Code, Error, Result};
 
+use super::memory_fs::{MEMORY_FILE, mount_memory_limit};
+
+#[allow(missing_docs, reason = "clap shows what is written here as the help of the command")]
 #[derive(Args)]
 pub struct MemoryArgs {
     at: PathBuf,

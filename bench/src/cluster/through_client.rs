@@ -5,7 +5,7 @@ use strake_client::{Client, File};
 use strake_fabric::{Buf, Pool};
 use strake_proto::{Code, Ino, Result, layout::splitmix64, pb};
 
-use super::{MIB, Scale};
+use super::scale::{MIB, Scale};
 
 /// Operations in flight.
 const DEPTH: usize = 16;

@@ -4,8 +4,13 @@
 mod limits;
 mod machine;
 mod memory;
+pub mod memory_fs;
+mod plans;
 mod report;
+mod scale;
+mod series;
 mod stats;
+mod subject;
 mod through_client;
 mod through_mount;
 mod transports;
@@ -22,11 +27,18 @@ use clap::Args;
 use limits::Pattern;
 use machine::{Cost, Meter};
 pub use memory::{MemoryArgs, serve as memory_mount};
+use plans::{
+    APPENDS, DEVICE_RANDOM, DEVICE_READ, DEVICE_WRITE, FUSE_RANDOM, FUSE_READ, FUSE_READ_4,
+    FUSE_WRITE, Plan, ROUND_TRIPS, SOCKET, SOCKET_WRITE, plans,
+};
+use scale::{JOBS, MIB, Scale};
+use series::{Row, Series};
 use strake_proto::{Code, Error, Result};
+use strake_term::Progress;
+pub use subject::Subject;
 use transports::{OwnMount, Transport};
 
-use crate::{config, dev::Cluster, mount, term::Progress};
-
+#[allow(missing_docs, reason = "clap shows what is written here as the help of the command")]
 #[derive(Args)]
 pub struct BenchArgs {
     /// Folder of a running local cluster (see `strake up`).
@@ -57,83 +69,33 @@ pub struct BenchArgs {
     markdown: bool,
 }
 
-/// Sizes shared by all rows.
-#[derive(Clone, Copy)]
-pub struct Scale {
-    pub bytes: u64,
-    pub files: u64,
-    pub random_ops: u64,
+impl BenchArgs {
+    /// Folder of the cluster.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
 }
 
-pub const MIB: u64 = 1 << 20;
-/// Threads or tasks of the rows with many small operations.
-pub const JOBS: u64 = 8;
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Unit {
-    Bytes,
-    Ops,
-}
-
-/// The results of several runs of one measurement.
-#[derive(Default)]
-struct Series {
-    name: &'static str,
-    /// Bytes or operations per second.
-    rates: Vec<f64>,
-    /// CPU of the whole machine: seconds per GB, or microseconds per operation.
-    cpu: Vec<f64>,
-}
-
-struct Row {
-    unit: Unit,
-    ours: Series,
-    /// The same through mounts with the other transports, in the same runs as ours, named after the
-    /// transport.
-    others: Vec<Series>,
-    /// The limit that the row is compared with first, then the others that every byte or operation
-    /// passes.
-    limits: Vec<Series>,
-}
-
-/// Does the work and returns its amount, in bytes or operations.
-type Work<'a> = Box<dyn FnMut() -> Result<f64> + 'a>;
-
-struct Plan<'a> {
-    name: &'static str,
-    unit: Unit,
-    /// One for each mount; the limits apply to the first.
-    ways: Vec<Way<'a>>,
-    limits: &'static [&'static str],
-}
-
-struct Way<'a> {
-    /// Not timed: prepares each run.
-    prepare: Work<'a>,
-    work: Work<'a>,
-}
-
-pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
-    let cluster = Cluster::open(&args.dir)?;
+/// Measures the cluster beside the limits of this machine, and prints the table.
+pub fn run(args: &BenchArgs, cluster: &dyn Subject) -> Result<ExitCode> {
     if args.transports.iter().enumerate().any(|(i, t)| args.transports[..i].contains(t)) {
         return Err(Error::new(Code::Inval, "--transports: each at most once"));
     }
     if args.transports.is_empty() {
-        cluster_mount(&cluster)?;
+        cluster_mount(cluster)?;
     }
     let scale =
         Scale { bytes: args.size_mib * MIB, files: args.files, random_ops: args.random_ops };
-    let mut bench = Bench::new(&cluster, scale, args.runs as usize)?;
+    let mut bench = Bench::new(cluster, scale, args.runs as usize)?;
     let cores = std::thread::available_parallelism()?.get();
     let machine = machine::describe(cores, cluster.dir())?;
     let mut rows = Vec::new();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let key = config::read_client(&cluster.client_key())?;
-    let client = runtime.block_on(mount::connect(&cluster.mds_endpoints(), key))?;
+    let client = cluster.connect(&runtime)?;
     bench.others = args.transports.iter().skip(1).map(|t| t.name()).collect();
-    let own = own_mounts(&cluster, &args.transports, &bench.dir)?;
+    let own = own_mounts(cluster, &args.transports, &bench.dir)?;
     let mounted = if own.is_empty() {
-        vec![through_mount::Mounted::new(&cluster_mount(&cluster)?, "mount", scale)?]
+        vec![through_mount::Mounted::new(&cluster_mount(cluster)?, "mount", scale)?]
     } else {
         let names = args.transports.iter().map(|t| t.name());
         own.iter()
@@ -182,11 +144,11 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode> {
 }
 
 /// Where the cluster is mounted.
-fn cluster_mount(cluster: &Cluster) -> Result<PathBuf> {
+fn cluster_mount(cluster: &dyn Subject) -> Result<PathBuf> {
     let mnt = cluster
         .mountpoint()
         .ok_or_else(|| Error::new(Code::NoDev, "this cluster has no mount; run `strake up`"))?;
-    if !mount::is_mounted(&mnt)? {
+    if !cluster.is_mounted(&mnt)? {
         return Err(Error::new(
             Code::NoDev,
             format!("{} is not mounted; run `strake up`", mnt.display()),
@@ -195,165 +157,19 @@ fn cluster_mount(cluster: &Cluster) -> Result<PathBuf> {
     Ok(mnt)
 }
 
-fn own_mounts(cluster: &Cluster, transports: &[Transport], dir: &Path) -> Result<Vec<OwnMount>> {
+fn own_mounts<'a>(
+    cluster: &'a dyn Subject,
+    transports: &[Transport],
+    dir: &Path,
+) -> Result<Vec<OwnMount<'a>>> {
     transports.iter().map(|t| OwnMount::start(cluster, *t, &dir.join(t.name()))).collect()
 }
 
 /// Folder below the bench's folder where the limits that answer from memory are mounted.
 const MEMORY: &str = "memory";
 
-const SOCKET: &str = "socket copy";
-const SOCKET_WRITE: &str = "socket copy, all copies";
-const DEVICE_READ: &str = "device read";
-const DEVICE_WRITE: &str = "device write, all copies";
-const DEVICE_RANDOM: &str = "device 4 KiB random";
-const FUSE_READ: &str = "FUSE from memory";
-const FUSE_READ_4: &str = "FUSE from memory, 4 readers";
-const FUSE_WRITE: &str = "FUSE to memory";
-const FUSE_RANDOM: &str = "FUSE from memory, 4 KiB random";
-const APPENDS: &str = "synced appends";
-const ROUND_TRIPS: &str = "socket round trips";
-
-fn plans<'a>(
-    mounted: &'a [through_mount::Mounted],
-    c: &'a through_client::ByClient,
-    rt: &'a tokio::runtime::Runtime,
-    warm: &'a Cell<bool>,
-) -> Vec<Plan<'a>> {
-    fn nothing<'a>() -> Work<'a> {
-        Box::new(|| Ok(0.0))
-    }
-    fn plan<'a>(
-        name: &'static str,
-        unit: Unit,
-        prepare: Work<'a>,
-        work: Work<'a>,
-        limits: &'static [&'static str],
-    ) -> Plan<'a> {
-        Plan { name, unit, ways: vec![Way { prepare, work }], limits }
-    }
-    type OnMount<'a> = fn(&'a through_mount::Mounted, &'a Cell<bool>) -> Work<'a>;
-    let on_mounts = |name, unit, prepare: OnMount<'a>, work: OnMount<'a>, limits| Plan {
-        name,
-        unit,
-        ways: mounted
-            .iter()
-            .map(|m| Way { prepare: prepare(m, warm), work: work(m, warm) })
-            .collect(),
-        limits,
-    };
-    use Unit::{Bytes, Ops};
-    // The caches of server and kernel are cold, and the file exists.
-    fn cold<'a>(warm: &'a Cell<bool>, ensure: impl Fn() -> Result<()> + 'a) -> Work<'a> {
-        Box::new(move || {
-            ensure()?;
-            if !machine::drop_caches() {
-                warm.set(true);
-            }
-            Ok(0.0)
-        })
-    }
-    let m_cold: OnMount<'a> = |m, warm| cold(warm, || m.ensure_large());
-    let c_cold = || cold(warm, || rt.block_on(c.ensure_large()));
-    let mut list = vec![
-        on_mounts(
-            "mount: write 1 MiB",
-            Bytes,
-            |_, _| nothing(),
-            |m, _| Box::new(|| m.write()),
-            &[DEVICE_WRITE, FUSE_WRITE, SOCKET_WRITE],
-        ),
-        on_mounts(
-            "mount: read 1 MiB",
-            Bytes,
-            m_cold,
-            |m, _| Box::new(|| m.read(1)),
-            &[FUSE_READ, DEVICE_READ, SOCKET],
-        ),
-        on_mounts(
-            "mount: read 1 MiB, 4 readers",
-            Bytes,
-            m_cold,
-            |m, _| Box::new(|| m.read(4)),
-            &[FUSE_READ_4, DEVICE_READ, SOCKET],
-        ),
-        on_mounts(
-            "mount: read 4 KiB random",
-            Ops,
-            m_cold,
-            |m, _| Box::new(|| m.random_read()),
-            &[DEVICE_RANDOM, FUSE_RANDOM, ROUND_TRIPS],
-        ),
-        on_mounts(
-            "mount: create",
-            Ops,
-            |m, _| Box::new(|| m.unlink_all()),
-            |m, _| Box::new(|| m.create()),
-            &[APPENDS],
-        ),
-        on_mounts(
-            "mount: stat",
-            Ops,
-            |m, _| Box::new(|| m.ensure_files()),
-            |m, _| Box::new(|| m.stat()),
-            &[ROUND_TRIPS],
-        ),
-        on_mounts(
-            "mount: unlink",
-            Ops,
-            |m, _| Box::new(|| m.ensure_files()),
-            |m, _| Box::new(|| m.unlink_all()),
-            &[APPENDS],
-        ),
-    ];
-    list.extend([
-        plan(
-            "client: write 1 MiB",
-            Bytes,
-            nothing(),
-            Box::new(|| rt.block_on(c.write())),
-            &[DEVICE_WRITE, SOCKET_WRITE],
-        ),
-        plan(
-            "client: read 1 MiB",
-            Bytes,
-            c_cold(),
-            Box::new(|| rt.block_on(c.read())),
-            &[SOCKET, DEVICE_READ],
-        ),
-        plan(
-            "client: read 4 KiB random",
-            Ops,
-            c_cold(),
-            Box::new(|| rt.block_on(c.random_read())),
-            &[DEVICE_RANDOM, ROUND_TRIPS],
-        ),
-        plan(
-            "client: create",
-            Ops,
-            Box::new(|| rt.block_on(c.unlink_all())),
-            Box::new(|| rt.block_on(c.create())),
-            &[APPENDS],
-        ),
-        plan(
-            "client: stat",
-            Ops,
-            Box::new(|| rt.block_on(c.ensure_files())),
-            Box::new(|| rt.block_on(c.stat())),
-            &[ROUND_TRIPS],
-        ),
-        plan(
-            "client: unlink",
-            Ops,
-            Box::new(|| rt.block_on(c.ensure_files())),
-            Box::new(|| rt.block_on(c.unlink_all())),
-            &[APPENDS],
-        ),
-    ]);
-    list
-}
-
-struct Bench {
+struct Bench<'a> {
+    cluster: &'a dyn Subject,
     scale: Scale,
     copies: u32,
     runs: usize,
@@ -364,25 +180,19 @@ struct Bench {
     others: Vec<&'static str>,
 }
 
-impl Series {
-    fn add(&mut self, unit: Unit, amount: f64, cost: &Cost) {
-        self.rates.push(amount / cost.seconds);
-        self.cpu.push(cost.cpu_seconds / amount * if unit == Unit::Bytes { 1e9 } else { 1e6 });
-    }
-}
-
-impl Bench {
-    fn new(cluster: &Cluster, scale: Scale, runs: usize) -> Result<Bench> {
+impl Bench<'_> {
+    fn new(cluster: &dyn Subject, scale: Scale, runs: usize) -> Result<Bench<'_>> {
         // On the same file system as the cluster's data, so that the limits are of that device.
         let dir = cluster.dir().join("bench");
         fs::create_dir_all(&dir)?;
         for own in [MEMORY, Transport::Dev.name(), Transport::Fuser.name()] {
-            take_away_dead(&dir.join(own))?;
+            take_away_dead(cluster, &dir.join(own))?;
         }
         let mut progress = Progress::new();
         progress.say("preparing");
         let scratch = limits::scratch(&dir.join("scratch"), scale.bytes)?;
-        Ok(Bench { scale, copies: cluster.copies(), runs, dir, scratch, progress, others: vec![] })
+        let (copies, others) = (cluster.copies(), Vec::new());
+        Ok(Bench { cluster, scale, copies, runs, dir, scratch, progress, others })
     }
 
     /// Measures a limit once. Returns the bytes moved or operations done, and their cost.
@@ -499,7 +309,7 @@ impl Bench {
         self.progress.done();
         for t in [Transport::Dev, Transport::Fuser] {
             // Otherwise the file system's content would be deleted with the folder.
-            if mount::is_mounted(&self.dir.join(t.name()))? {
+            if self.cluster.is_mounted(&self.dir.join(t.name()))? {
                 let m = format!("{} could not be unmounted", self.dir.join(t.name()).display());
                 return Err(Error::new(Code::Busy, m));
             }
@@ -510,8 +320,8 @@ impl Bench {
 
 /// Removes a dead mount that a killed bench has left behind. A mount that answers belongs to a
 /// running bench.
-fn take_away_dead(at: &Path) -> Result<()> {
-    if !mount::is_mounted(at)? {
+fn take_away_dead(cluster: &dyn Subject, at: &Path) -> Result<()> {
+    if !cluster.is_mounted(at)? {
         return Ok(());
     }
     if fs::metadata(at).is_ok() {
@@ -521,7 +331,7 @@ fn take_away_dead(at: &Path) -> Result<()> {
         );
         return Err(Error::new(Code::Busy, m));
     }
-    mount::unmount(at, true)
+    cluster.unmount(at, true)
 }
 
 fn random(s: Scale) -> Pattern {
@@ -533,22 +343,4 @@ fn random(s: Scale) -> Pattern {
         count: s.random_ops,
         random: true,
     }
-}
-
-/// Runs `job(n)` for n in 0..JOBS on threads of their own and returns the sum of their results.
-pub fn in_threads(job: impl Fn(u64) -> Result<u64> + Sync) -> Result<f64> {
-    std::thread::scope(|s| {
-        let job = &job;
-        let threads: Vec<_> = (0..JOBS).map(|n| s.spawn(move || job(n))).collect();
-        let mut sum = 0;
-        for t in threads {
-            sum += t.join().map_err(|_| Error::new(Code::Io, "a thread panicked"))??;
-        }
-        Ok(sum as f64)
-    })
-}
-
-/// Path of the n-th file of a row below a folder.
-pub fn nth(dir: &Path, n: u64) -> PathBuf {
-    dir.join(format!("f{n:06}"))
 }

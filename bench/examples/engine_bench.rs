@@ -1,7 +1,7 @@
 //! Cost of the chunk engine compared with the device below it: the same sizes and queue depths for
 //! both, in one run.
 //!
-//! `cargo run --release --example engine_bench -- FOLDER [MiB]` makes a target in
+//! `cargo run --release -p strake-bench --example engine_bench -- FOLDER [MiB]` makes a target in
 //! `FOLDER/bench-target` and removes it. Prints rates and CPU time of the whole process per
 //! operation and per GB; ratios matter, not absolute figures.
 

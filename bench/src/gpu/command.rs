@@ -1,20 +1,23 @@
 //! `strake gds bench`: performance of the bridge on this machine, and the figures to compare it
 //! with.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use clap::{Args, builder::RangedU64ValueParser};
 use strake_fabric::Use;
 use strake_gds::{
     Policy, Report, Tier,
-    bench::{self, Figures, Plan},
-    session::{self, Setup},
+    session::{self, Memory, Setup},
 };
 use strake_proto::Result;
+use strake_term::{size, table};
 
-use super::{Device, Memory};
-use crate::term::{size, table};
+use super::{Figures, Plan, run};
 
+#[allow(missing_docs, reason = "clap shows what is written here as the help of the command")]
 #[derive(Args)]
 pub struct BenchArgs {
     /// Metadata servers, HOST[:PORT] with commas.
@@ -22,8 +25,6 @@ pub struct BenchArgs {
     /// File with the client key.
     #[arg(long, default_value = session::KEY)]
     client_key: PathBuf,
-    #[command(flatten)]
-    at: Device,
     /// A file that is made for it, from the root of the file system, and removed at the end.
     #[arg(long, default_value = "/.strake-gds-bench")]
     file: String,
@@ -66,11 +67,9 @@ enum Fabric {
     Rdma,
 }
 
-pub fn run(args: BenchArgs) -> Result<ExitCode> {
-    let memory = match args.at.memory {
-        Memory::Cuda => session::Memory::Cuda(args.at.device),
-        Memory::Host => session::Memory::Host,
-    };
+/// `strake gds bench` on this memory. `prober` is the program (`strake`) that opens cuFile's driver
+/// in another process first.
+pub fn command(args: BenchArgs, memory: Memory, prober: &Path) -> Result<ExitCode> {
     let roads = match args.fabric {
         Fabric::Auto => Use::Best,
         Fabric::Tcp => Use::Tcp,
@@ -79,7 +78,7 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
     let mut setup = Setup { key: args.client_key, roads, ..Setup::new(&args.mds, memory) };
     setup.options.verify_on_gpu = args.verify_on_gpu;
     setup.options.accept_oss_checksum = args.accept_oss_checksum;
-    (setup.options.local, setup.options.prober) = (args.local, super::SELF.into());
+    (setup.options.local, setup.options.prober) = (args.local, prober.to_path_buf());
     let (loads, bytes) = (args.load.is_some(), args.mib << 20);
     let path = args.load.unwrap_or(args.file);
     let plan = Plan {
@@ -91,7 +90,7 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
         policy: args.policy,
         strict: args.strict,
     };
-    let figures = bench::run(&plan)?;
+    let figures = run(&plan)?;
     if args.json {
         println!("{}", serde_json::to_string_pretty(&figures).map_err(std::io::Error::from)?);
     } else {

@@ -1,18 +1,20 @@
 //! The measurements of `strake gds bench`: in one run, the bridge, the limit of the device itself,
 //! and the copy loop that people write by hand.
 
+mod command;
+#[cfg(test)]
+mod tests;
+
 use std::{sync::Arc, time::Instant};
 
+pub use command::{BenchArgs, command};
 use serde::Serialize;
 use strake_client::File;
-use strake_proto::{Code, Error, Result, checksum::crc32c, layout::splitmix64};
-
-use crate::{
-    Failed, GpuMem, Policy, Report, Tier, Transfer,
-    mem::Fault,
-    pins::{MIN_SLOT, Slot},
+use strake_gds::{
+    Direction, Failed, Fault, GpuMem, MIN_SLOT, Policy, Report, Slot, Tier, Transfer,
     session::{Memory, Session, Setup, Stripes},
 };
+use strake_proto::{Code, Error, Result, checksum::crc32c, layout::splitmix64};
 
 const MIB: u64 = 1 << 20;
 /// Size of each of the two pinned pieces with which the ceiling is measured. There are two so that
@@ -131,7 +133,6 @@ pub fn run(plan: &Plan) -> Result<Figures> {
 }
 
 /// As [`run`], with sessions that the caller opens.
-#[doc(hidden)]
 pub fn run_with(plan: &Plan, mut open: impl FnMut(&Setup) -> Result<Session>) -> Result<Figures> {
     if plan.bytes == 0 || !plan.bytes.is_multiple_of(MIB) || plan.threads.is_empty() {
         return Err(Error::new(
@@ -309,7 +310,7 @@ impl Bench {
         f: &Figures,
         known: Option<&[u32]>,
     ) -> Result<Row, Failed> {
-        let direction = if plan.loads { crate::Direction::Load } else { crate::Direction::Save };
+        let direction = if plan.loads { Direction::Load } else { Direction::Save };
         let all = self.bytes;
         let nothing = |e: Error| Failed {
             error: e,

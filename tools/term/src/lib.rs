@@ -1,4 +1,6 @@
-//! Small things for people at a terminal: progress lines, sizes, tables.
+//! What the commands print for people at a terminal: progress lines, sizes, times, tables.
+
+#![warn(missing_docs)]
 
 use std::io::{IsTerminal, Write};
 
@@ -24,17 +26,20 @@ pub fn span(seconds: u64) -> String {
     }
 }
 
-/// A line that is rewritten in place on a terminal and printed once per change elsewhere.
+/// A line on stderr that is rewritten in place on a terminal and printed once per change elsewhere.
+#[derive(Default)]
 pub struct Progress {
     live: bool,
     last: String,
 }
 
 impl Progress {
+    /// Nothing is shown yet.
     pub fn new() -> Progress {
         Progress { live: std::io::stderr().is_terminal(), last: String::new() }
     }
 
+    /// Shows a line in place of the one before. The same line again shows nothing.
     pub fn say(&mut self, line: impl Into<String>) {
         let line = line.into();
         if line == self.last {
@@ -55,6 +60,7 @@ impl Progress {
         }
     }
 
+    /// Leaves the last line on the terminal, and starts a new one.
     pub fn done(&mut self) {
         if self.live && !self.last.is_empty() {
             eprintln!();
@@ -81,6 +87,20 @@ pub fn table(rows: &[Vec<String>]) -> String {
     out
 }
 
+/// The same rows as a table in Markdown; the first row is its head.
+pub fn markdown(rows: &[Vec<String>]) -> String {
+    let columns = rows.first().map_or(0, Vec::len);
+    let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+    let mut out = String::new();
+    for (i, row) in rows.iter().enumerate() {
+        out.push_str(&line(row));
+        if i == 0 {
+            out.push_str(&line(&vec!["---".into(); columns]));
+        }
+    }
+    out
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -95,5 +115,7 @@ mod tests {
         );
         let rows = vec![vec!["a".into(), "b".into()], vec!["long".into(), "c".into()]];
         assert_eq!(table(&rows), "a     b\nlong  c\n");
+        assert_eq!(markdown(&rows), "| a | b |\n| --- | --- |\n| long | c |\n");
+        assert_eq!((table(&[]), markdown(&[])), (String::new(), String::new()));
     }
 }

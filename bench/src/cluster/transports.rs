@@ -12,7 +12,7 @@ use clap::ValueEnum;
 use rustix::process::{Signal, set_parent_process_death_signal};
 use strake_proto::{Code, Error, Result};
 
-use crate::{dev::Cluster, mount};
+use super::subject::Subject;
 
 /// How a mount speaks to the kernel; see `docs/fuse.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -31,15 +31,20 @@ impl Transport {
 }
 
 /// A mount that lasts as long as this lives.
-pub struct OwnMount {
+pub struct OwnMount<'a> {
+    cluster: &'a dyn Subject,
     process: Child,
     at: PathBuf,
 }
 
-impl OwnMount {
+impl<'a> OwnMount<'a> {
     /// Mounts the cluster at `at`, which is created. The mount ends with this process, however that
     /// ends.
-    pub fn start(cluster: &Cluster, transport: Transport, at: &Path) -> Result<OwnMount> {
+    pub fn start(
+        cluster: &'a dyn Subject,
+        transport: Transport,
+        at: &Path,
+    ) -> Result<OwnMount<'a>> {
         fs::create_dir_all(at)?;
         let config = at.with_extension("toml");
         fs::write(&config, cluster.mount_config(at))?;
@@ -53,9 +58,9 @@ impl OwnMount {
         unsafe {
             command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::TERM))?));
         }
-        let mut m = OwnMount { process: command.spawn()?, at: at.to_path_buf() };
+        let mut m = OwnMount { cluster, process: command.spawn()?, at: at.to_path_buf() };
         let start = Instant::now();
-        while !mount::is_mounted(at)? {
+        while !cluster.is_mounted(at)? {
             if start.elapsed() > Duration::from_secs(60) || m.process.try_wait()?.is_some() {
                 let m = format!(
                     "the bench's mount with transport '{}' could not be made",
@@ -73,11 +78,11 @@ impl OwnMount {
     }
 }
 
-impl Drop for OwnMount {
+impl Drop for OwnMount<'_> {
     fn drop(&mut self) {
-        if mount::is_mounted(&self.at).is_ok_and(|m| m) {
-            if mount::unmount(&self.at, false).is_err() {
-                let _ = mount::unmount(&self.at, true);
+        if self.cluster.is_mounted(&self.at).is_ok_and(|m| m) {
+            if self.cluster.unmount(&self.at, false).is_err() {
+                let _ = self.cluster.unmount(&self.at, true);
             }
         } else if let Some(pid) = rustix::process::Pid::from_raw(self.process.id() as i32) {
             // It never mounted, and would keep trying.

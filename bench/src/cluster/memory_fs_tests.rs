@@ -1,11 +1,11 @@
-//! The memory-limit mount: the right bytes, at every offset, through a real kernel mount.
+//! The right bytes, at every offset, through a real kernel mount.
 
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,
 };
 
-use strake_fuse::{MEMORY_FILE, MountConfig, can_mount, memory_byte, mount_memory_limit};
+use super::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_its_pattern_and_takes_writes() {

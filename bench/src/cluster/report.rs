@@ -1,9 +1,13 @@
 //! The results of a bench as a table for people, as Markdown, and as JSON.
 
 use serde_json::{Value, json};
+use strake_term::table;
 
-use super::{JOBS, MIB, Row, Scale, Series, Unit, stats};
-use crate::term::table;
+use super::{
+    scale::{JOBS, MIB, Scale},
+    series::{Row, Series, Unit},
+    stats,
+};
 
 pub struct Report {
     pub cores: usize,
@@ -155,13 +159,8 @@ const HEAD: [&str; 10] = [
 ];
 
 fn lines(head: Vec<String>, mut rows: Vec<Vec<String>>, markdown: bool) -> String {
-    let columns = head.len();
     rows.insert(0, head);
-    if !markdown {
-        return table(&rows);
-    }
-    rows.insert(1, vec!["---".into(); columns]);
-    rows.iter().map(|r| format!("| {} |\n", r.join(" | "))).collect::<String>() + "\n"
+    if markdown { strake_term::markdown(&rows) + "\n" } else { table(&rows) }
 }
 
 impl Report {

@@ -13,10 +13,9 @@ use strake_fabric::BufMut;
 use strake_proto::{Result, layout::splitmix64};
 
 use super::{
-    JOBS, MIB, Scale, in_threads,
     machine::{Cost, Meter},
     memory::MemoryMount,
-    nth,
+    scale::{JOBS, MIB, Scale, in_threads, nth},
 };
 
 pub struct Mounted {

@@ -1,5 +1,5 @@
 //! Cost of the TCP fabric compared with a bare socket, both ends in this process over loopback:
-//! `cargo run --release -p strake-fabric --example echo_bench [MiB]`. CPU seconds are the sum of
+//! `cargo run --release -p strake-bench --example echo_bench [MiB]`. CPU seconds are the sum of
 //! both ends.
 
 use std::{

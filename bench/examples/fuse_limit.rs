@@ -1,8 +1,9 @@
-//! Mounts the memory limit at a folder until it is unmounted: `cargo run --release -p strake-fuse
+//! Mounts the memory limit at a folder until it is unmounted: `cargo run --release -p strake-bench
 //! --example fuse_limit -- FOLDER [MIB] [THREADS]`. Then, for example, `dd if=FOLDER/data
 //! of=/dev/null bs=1M iflag=direct`.
 
-use strake_fuse::{MountConfig, mount_memory_limit};
+use strake_bench::cluster::memory_fs::mount_memory_limit;
+use strake_fuse::MountConfig;
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,13 +1,15 @@
 //! The benchmark's own logic: its rows, and that a strict run is refused if its tier changed.
 
-use crate::served::Served;
-use strake_gds::{
-    Fault, Options, Policy, Tier, Unavailable,
-    bench::{self, Plan},
-    session::{Memory, Session, Setup},
-    status::TierStatus,
-};
-use strake_proto::Code;
+#[path = "../../../client/tests/it/common/mod.rs"]
+mod common;
+#[path = "../../../gds-bridge/tests/it/served/mod.rs"]
+mod served;
+
+use served::Served;
+use strake_fake_gpu::FakeGpu;
+use strake_gds::{Options, Switch, Unavailable, status::TierStatus};
+
+use super::*;
 
 fn plan(at: &Served, policy: Policy, strict: bool) -> Plan {
     let options = Options { slots: 2, slot_bytes: 256 << 10, ..Options::default() };
@@ -25,8 +27,12 @@ fn plan(at: &Served, policy: Policy, strict: bool) -> Plan {
 }
 
 /// Opens a session, and prints a message where this machine does not allow pinning memory.
-fn open(setup: &Setup) -> Result<Session, strake_proto::Error> {
-    let s = Session::open(setup)?;
+fn open(setup: &Setup) -> Result<Session, Error> {
+    open_on(setup, &FakeGpu::new())
+}
+
+fn open_on(setup: &Setup, device: &FakeGpu) -> Result<Session, Error> {
+    let s = Session::open_on(setup, Arc::new(device.clone()))?;
     let pinned = s.tiers()?.iter().any(|t| t.tier == "bounce-tcp" && t.available);
     if !pinned {
         println!("note: no memory can be locked here: {:?}", s.notice());
@@ -37,7 +43,7 @@ fn open(setup: &Setup) -> Result<Session, strake_proto::Error> {
 #[test]
 fn a_run_has_its_rows_and_ratios_and_leaves_nothing_behind() {
     let served = Served::new(2);
-    let f = bench::run_with(&plan(&served, Policy::Prefer, false), open).unwrap();
+    let f = run_with(&plan(&served, Policy::Prefer, false), open).unwrap();
     assert_eq!((f.rows.iter().map(|r| r.threads).collect::<Vec<_>>(), f.gpu), (vec![1, 2], false));
     for r in &f.rows {
         assert_eq!((r.saved.as_ref().unwrap().moved(), r.loaded.moved()), (4 << 20, 4 << 20));
@@ -69,14 +75,14 @@ fn a_run_has_its_rows_and_ratios_and_leaves_nothing_behind() {
     assert!(served.cluster.mds.names().is_empty(), "the file is removed");
     let mut odd = plan(&served, Policy::Prefer, false);
     odd.bytes = (1 << 20) + 1;
-    assert_eq!(bench::run(&odd).unwrap_err().code, Code::Inval);
+    assert_eq!(run(&odd).unwrap_err().code, Code::Inval);
 }
 
 #[test]
 fn a_file_that_is_there_is_loaded_and_stays_as_it_is() {
     let served = Served::new(2);
     let plan = Plan { loads: true, bytes: 64 << 20, ..plan(&served, Policy::Prefer, false) };
-    assert_eq!(bench::run_with(&plan, open).unwrap_err().code, Code::NoEnt);
+    assert_eq!(run_with(&plan, open).unwrap_err().code, Code::NoEnt);
     let s = open(&plan.setup).unwrap();
     let write = |path: &str, bytes: &[u8]| {
         let f = s.open_file(path, (libc::O_RDWR | libc::O_CREAT) as u32, 0o644).unwrap();
@@ -88,7 +94,7 @@ fn a_file_that_is_there_is_loaded_and_stays_as_it_is() {
         (0..(3u32 << 20) + 77).map(|i| (i.wrapping_mul(2_654_435_761) >> 9) as u8).collect();
     write("/bench", &data);
     write("/small", &data[..77]);
-    let f = bench::run_with(&plan, open).unwrap();
+    let f = run_with(&plan, open).unwrap();
     assert_eq!((f.loads, f.bytes, f.rows.len(), &f.refused), (true, 3 << 20, 2, &None));
     for r in &f.rows {
         assert_eq!(
@@ -99,10 +105,9 @@ fn a_file_that_is_there_is_loaded_and_stays_as_it_is() {
         assert!(r.of_pageable_loop.load > 0.0 && r.of_pageable_loop.save.is_none());
     }
     // A run with fewer bytes uses only those.
-    let less =
-        bench::run_with(&Plan { bytes: 1 << 20, threads: vec![1], ..plan.clone() }, open).unwrap();
+    let less = run_with(&Plan { bytes: 1 << 20, threads: vec![1], ..plan.clone() }, open).unwrap();
     assert_eq!((less.bytes, less.rows[0].loaded.moved()), (1 << 20, 1 << 20));
-    let e = bench::run_with(&Plan { path: "/small".into(), ..plan }, open).unwrap_err();
+    let e = run_with(&Plan { path: "/small".into(), ..plan }, open).unwrap_err();
     assert!(e.code == Code::Inval && e.message.contains("smaller than 1 MiB"), "{e}");
     let back = s.open_file("/bench", 0, 0).unwrap();
     assert!(
@@ -121,18 +126,19 @@ fn a_strict_run_is_refused_when_its_tier_changes() {
     let served = Served::new(2);
     // Pinned memory fails from the second row on.
     let breaking = |rows: &mut u32, setup: &Setup| {
-        let s = open(setup)?;
+        let device = FakeGpu::new();
+        let s = open_on(setup, &device)?;
         if !s.tiers()?.iter().any(|t| t.tier == "bounce-tcp" && t.available) {
-            return Err(strake_proto::Error::new(Code::NoMem, "no memory can be locked here"));
+            return Err(Error::new(Code::NoMem, "no memory can be locked here"));
         }
         *rows += 1;
         if *rows == 2 {
-            s.host().unwrap().fail_pinned_after(6, broken());
+            device.fail_pinned_after(6, broken());
         }
         Ok(s)
     };
     let mut rows = 0;
-    let f = bench::run_with(&plan(&served, Policy::Require(Tier::BounceTcp), true), |s| {
+    let f = run_with(&plan(&served, Policy::Require(Tier::BounceTcp), true), |s| {
         breaking(&mut rows, s)
     });
     let f = match f {
@@ -156,7 +162,8 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
     // row pinned memory stops working.
     let breaking = |rows: &mut u32, setup: &Setup| {
         for _ in 0..1000 {
-            let s = open(setup)?;
+            let device = FakeGpu::new();
+            let s = open_on(setup, &device)?;
             let (Some(pinned), Some(other)) = (rates(&s, "bounce-tcp"), rates(&s, "pageable"))
             else {
                 break;
@@ -164,16 +171,16 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
             if pinned[0] > other[0] && pinned[1] > other[1] {
                 *rows += 1;
                 if *rows == 2 {
-                    s.host().unwrap().fail_pinned_after(6, broken());
+                    device.fail_pinned_after(6, broken());
                 }
                 return Ok(s);
             }
         }
-        Err(strake_proto::Error::new(Code::NoMem, "no memory can be locked here"))
+        Err(Error::new(Code::NoMem, "no memory can be locked here"))
     };
     for strict in [true, false] {
         let (mut rows, plan) = (0, plan(&served, Policy::Prefer, strict));
-        let f = bench::run_with(&plan, |s| breaking(&mut rows, s));
+        let f = run_with(&plan, |s| breaking(&mut rows, s));
         let f = match f {
             Err(e) if e.message.contains("no memory can be locked") => {
                 return println!("skipped: {e}");
@@ -203,21 +210,19 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
 #[test]
 fn what_a_strict_run_refuses() {
     let served = Served::new(2);
-    let mut f =
-        bench::run_with(&plan(&served, Policy::Require(Tier::Pageable), true), open).unwrap();
+    let mut f = run_with(&plan(&served, Policy::Require(Tier::Pageable), true), open).unwrap();
     assert_eq!(f.refused, None);
-    let reports = |f: &bench::Figures| {
+    let reports = |f: &Figures| {
         f.rows.iter().flat_map(|r| [r.saved.clone().unwrap(), r.loaded.clone()]).collect::<Vec<_>>()
     };
-    assert_eq!(bench::refusal(&reports(&f)), None);
+    assert_eq!(refusal(&reports(&f)), None);
     let (all, last) = (f.bytes, f.rows.len() - 1);
     f.rows[last].loaded.by_tier[Tier::Pageable] = all - 1;
     f.rows[last].loaded.by_tier[Tier::BounceTcp] = 1;
-    let why = bench::refusal(&reports(&f)).unwrap();
+    let why = refusal(&reports(&f)).unwrap();
     assert!(why.contains("bounce-tcp") && why.contains("pageable"), "{why}");
     let to = Some(Tier::Pageable);
-    let switch =
-        strake_gds::Switch { after: 0, from: Tier::BounceTcp, to, why: Unavailable::NotTested };
+    let switch = Switch { after: 0, from: Tier::BounceTcp, to, why: Unavailable::NotTested };
     f.rows[0].saved.as_mut().unwrap().switches.push(switch);
-    assert!(bench::refusal(&reports(&f)).unwrap().contains("from bounce-tcp to pageable"));
+    assert!(refusal(&reports(&f)).unwrap().contains("from bounce-tcp to pageable"));
 }
