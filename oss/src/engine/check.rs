@@ -11,9 +11,11 @@ use strake_proto::{
 };
 
 use super::{
-    Engine, Key, Shared, add,
+    api::Engine,
+    chunk::Key,
     read::{Piece, Source, pieces, segments_of},
     record::{HOLE, Header, SEG_BLOCKS, SEG_BYTES},
+    shared::{Shared, add},
 };
 
 /// Bytes of a chunk that one step checks. It bounds the memory of a look, and how long blocks that

@@ -6,10 +6,10 @@ use std::ops::Range;
 
 use bytes::{Buf as _, BufMut, Bytes, BytesMut};
 use strake_proto::{Code, Error, Result, data::Version};
-use strake_store::Batch;
+use strake_store::{Batch, MetaStore};
 
 use super::{
-    Engine, Key,
+    chunk::Key,
     record::{self, FINDING_PREFIX},
 };
 
@@ -94,44 +94,39 @@ impl Found {
     }
 }
 
-impl Engine {
-    /// Findings of earlier runs of the server, at most `most`, in key order. Unreadable records are
-    /// left out.
-    pub fn findings(&self, most: usize) -> Vec<(Key, Found)> {
-        let mut all = Vec::new();
-        for pair in self.shared.table.prefix(&[FINDING_PREFIX]).take(most) {
-            let found = pair.and_then(|(k, v)| {
-                let key = record::parse_finding_key(&k);
-                let key = key.ok_or_else(|| {
-                    Error::new(Code::Corrupt, format!("{k:02x?} is no key of a finding"))
-                })?;
-                Found::decode(&k, &v).map(|found| (key, found)).map_err(|e| e.context(key))
-            });
-            match found {
-                Ok(one) => all.push(one),
-                Err(e) => tracing::warn!(
-                    "{}: {e}; the scrub will find it again",
-                    self.shared.device.name()
-                ),
-            }
-        }
-        all
-    }
-
-    /// Records that a chunk is damaged, or (`None`) no longer is. Durable with the next sync of the
-    /// table.
-    pub fn note_finding(&self, key: &Key, found: Option<&Found>) -> Result<()> {
-        let k = record::finding_key(key);
-        let mut batch = Batch::default();
+/// Findings of earlier runs of the server, at most `most`, in key order. Unreadable records are
+/// left out.
+pub(super) fn load(table: &dyn MetaStore, device: &str, most: usize) -> Vec<(Key, Found)> {
+    let mut all = Vec::new();
+    for pair in table.prefix(&[FINDING_PREFIX]).take(most) {
+        let found = pair.and_then(|(k, v)| {
+            let key = record::parse_finding_key(&k);
+            let key = key.ok_or_else(|| {
+                Error::new(Code::Corrupt, format!("{k:02x?} is no key of a finding"))
+            })?;
+            Found::decode(&k, &v).map(|found| (key, found)).map_err(|e| e.context(key))
+        });
         match found {
-            Some(found) => {
-                let value = found.encode(&k);
-                batch.put(k, value);
-            }
-            None => batch.delete(k),
+            Ok(one) => all.push(one),
+            Err(e) => tracing::warn!("{device}: {e}; the scrub will find it again"),
         }
-        self.shared.table.commit(batch)
     }
+    all
+}
+
+/// Records that a chunk is damaged, or (`None`) no longer is. Durable with the next sync of the
+/// table.
+pub(super) fn store(table: &dyn MetaStore, key: &Key, found: Option<&Found>) -> Result<()> {
+    let k = record::finding_key(key);
+    let mut batch = Batch::default();
+    match found {
+        Some(found) => {
+            let value = found.encode(&k);
+            batch.put(k, value);
+        }
+        None => batch.delete(k),
+    }
+    table.commit(batch)
 }
 
 #[cfg(test)]

@@ -11,12 +11,14 @@ use strake_proto::{
 };
 
 use super::{
-    Engine, Key, Shared, State,
+    api::Engine,
+    chunk::Key,
     overlay::{Overlay, Slot},
     record::{
         HOLE, Header, MAX_SEGS, SEG_BLOCKS, SEG_BYTES, Segment, header_key, parse_header_key,
         parse_segment_key, segment_key,
     },
+    shared::{Shared, State},
 };
 
 /// Changed records looked at in one step.

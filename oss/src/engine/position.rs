@@ -3,12 +3,9 @@
 
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{ChainId, ChunkId, Code, Error, Result};
-use strake_store::Batch;
+use strake_store::{Batch, MetaStore};
 
-use super::{
-    Engine,
-    record::{self, SCRUB_KEY},
-};
+use super::record::{self, SCRUB_KEY};
 
 const UNDER_WAY: u8 = 1;
 const BEHIND_CHUNK: u8 = 2;
@@ -77,26 +74,23 @@ impl Position {
     }
 }
 
-impl Engine {
-    /// The position that was last recorded. An unreadable one counts as none: the scrub begins
-    /// anew.
-    pub fn scrub_position(&self) -> Result<Position> {
-        match self.shared.table.get(SCRUB_KEY)?.map(|v| Position::decode(&v)) {
-            Some(Ok(p)) => Ok(p),
-            Some(Err(e)) => {
-                tracing::warn!("{}: {e}", self.shared.device.name());
-                Ok(Position::default())
-            }
-            None => Ok(Position::default()),
+/// The position that was last recorded. An unreadable one counts as none: the scrub begins anew.
+pub(super) fn load(table: &dyn MetaStore, device: &str) -> Result<Position> {
+    match table.get(SCRUB_KEY)?.map(|v| Position::decode(&v)) {
+        Some(Ok(p)) => Ok(p),
+        Some(Err(e)) => {
+            tracing::warn!("{device}: {e}");
+            Ok(Position::default())
         }
+        None => Ok(Position::default()),
     }
+}
 
-    /// Records the position; durable with the next sync of the table.
-    pub fn note_scrub_position(&self, p: &Position) -> Result<()> {
-        let mut batch = Batch::default();
-        batch.put(SCRUB_KEY, p.encode());
-        self.shared.table.commit(batch)
-    }
+/// Records the position; durable with the next sync of the table.
+pub(super) fn store(table: &dyn MetaStore, p: &Position) -> Result<()> {
+    let mut batch = Batch::default();
+    batch.put(SCRUB_KEY, p.encode());
+    table.commit(batch)
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use strake_proto::{
     data::{KEPT_WRITERS, Version, Writer},
 };
 
-use super::{ChunkMeta, Key};
+use super::chunk::{ChunkMeta, Key};
 
 /// Blocks one segment record describes: 256 KiB of a chunk.
 pub const SEG_BLOCKS: usize = 64;

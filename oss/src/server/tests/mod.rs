@@ -699,7 +699,7 @@ async fn a_target_tells_what_it_acted_on_last_and_follows_later_incarnations_onl
     assert_eq!((told[0].epoch, told[0].lived), (now.epoch, true));
     let of = |c: &Cluster| {
         let node = &c.nodes[0].server.as_ref().unwrap().node;
-        (node.targets()[0].engine.identity().incarnation, node.map.load().map.incarnation)
+        (node.targets.all()[0].engine.identity().incarnation, node.ctx.map.load().map.incarnation)
     };
     assert_eq!(of(&c), (later.0, later.0));
     // It follows neither the earlier group nor a twin of the later one, whatever their maps'

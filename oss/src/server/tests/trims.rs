@@ -24,7 +24,7 @@ use crate::{
 /// Puts a chunk into one target's store, bypassing the chain.
 async fn plant(c: &Cluster, target: usize, index: u64, update: Update) {
     let node = &c.nodes[target].server.as_ref().unwrap().node;
-    let engine = node.targets()[0].engine.clone();
+    let engine = node.targets.all()[0].engine.clone();
     let staged = engine.stage(key(index), update).await.unwrap();
     engine.commit(staged, Version { epoch: 1, number: 1 }, Vec::new()).unwrap();
 }
