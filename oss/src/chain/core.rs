@@ -44,6 +44,8 @@ struct Spent {
     code: Code,
 }
 
+/// The state machine of one target's part in one chain. It does no I/O and has no clock: what it
+/// depends on comes as [`Input`], what is to be done goes out as [`Output`].
 #[derive(Clone, Debug, Hash)]
 pub struct ChainCore {
     chain: ChainId,
@@ -99,6 +101,7 @@ impl ChainCore {
         }
     }
 
+    /// What this replica knows of its chain now.
     pub fn view(&self) -> &View {
         &self.view
     }
@@ -109,6 +112,7 @@ impl ChainCore {
         self.me
     }
 
+    /// Whether this target cannot store what its successor has. It then serves nothing of the chain.
     pub fn failed(&self) -> bool {
         self.failed.is_some()
     }
@@ -154,6 +158,7 @@ impl ChainCore {
         {
             known.remove(&oldest);
         }
+        debug_assert!(known.len() == order.len() && order.len() <= KEPT_GONE);
     }
 
     /// Whether [`ChainCore::data_is_gone`] was called for this data in this epoch.
@@ -161,6 +166,8 @@ impl ChainCore {
         self.gone.0.contains(&data)
     }
 
+    /// Takes an input. Returns what is to be done because of it, in this order. `local`: the
+    /// committed chunks.
     pub fn handle(&mut self, input: Input, local: &mut dyn Local) -> Vec<Output> {
         let mut out = Vec::new();
         match input {
@@ -329,6 +336,18 @@ impl ChainCore {
             let op = u.op;
             self.advance(op, local, out);
         }
+        debug_assert!(
+            self.slots.values().all(|s| s.queue.is_empty()),
+            "operations of an earlier epoch wait"
+        );
+        debug_assert!(
+            keeps
+                || self.slots.values().all(|s| match &s.current {
+                    Some(Current::Update(u)) => u.dropped,
+                    _ => true,
+                }),
+            "a replica out of sync keeps an update that may still be committed"
+        );
     }
 
     // --- into the slot
@@ -396,6 +415,7 @@ impl ChainCore {
             }
         }
         slot.queue.push_back(op);
+        debug_assert!(slot.queue.len() <= MAX_QUEUE);
         if slot.current.is_none() {
             self.next_in_queue(chunk, local, out);
         }
@@ -451,6 +471,19 @@ impl ChainCore {
 
     /// Gives the free slot to an operation, or answers it at once.
     fn start(&mut self, op: Op, local: &mut dyn Local, out: &mut Vec<Output>) {
+        // A new epoch empties the queues, so an operation starts where it was allowed to enter.
+        debug_assert!(
+            match op.what {
+                What::Client { .. } => self.view.serving() && self.view.head,
+                What::Forward { .. } => !self.view.head,
+                What::Hold => true,
+            },
+            "an operation starts at a replica that may not take it"
+        );
+        debug_assert!(
+            self.slots.get(&op.chunk).is_none_or(|s| s.current.is_none()),
+            "a chunk has one operation in its slot at a time"
+        );
         let current = match op.what {
             What::Hold => {
                 Event::HoldGranted.taken();
@@ -519,6 +552,10 @@ impl ChainCore {
             .filter(|s| s.version.epoch == epoch)
             .map_or(0, |s| s.version.number);
         let version = Version { epoch, number: now.version.number.max(spent).saturating_add(1) };
+        debug_assert!(
+            version.number > now.version.number.max(spent) || version.number == u64::MAX,
+            "a version names one update"
+        );
         Event::ClientStarts.taken();
         Ok(Update::new(op, version, now.version, Writer { session, seq, version }))
     }
@@ -573,6 +610,7 @@ impl ChainCore {
             self.spent.pop_first(); // of the oldest file
         }
         self.spent.insert(chunk, Spent { version, code: e.code });
+        debug_assert!(self.spent.len() <= KEPT_SPENT);
     }
 
     // --- through the slot
@@ -591,7 +629,7 @@ impl ChainCore {
                 let (attempt, version, prev) = (u.attempt, u.version, u.prev);
                 out.push(Output::Forward { op, attempt, to, epoch: view.epoch, version, prev });
             }
-            Due::Commit(behind) => match local.commit(op, u.version, u.writer) {
+            Due::Commit(behind) => match u.commit(op, local) {
                 Ok(()) => {
                     let version = u.version;
                     self.spent.remove(&chunk);

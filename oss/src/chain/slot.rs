@@ -3,12 +3,12 @@
 use std::collections::VecDeque;
 
 use strake_proto::{
-    Code, Error, TargetId,
+    Code, Error, Result, TargetId,
     data::{Stamp, Version, Writer},
 };
 
 use super::{
-    Op, OpId, View,
+    Local, Op, OpId, View,
     rows::{Progress, Reads},
 };
 
@@ -160,6 +160,15 @@ impl Update {
         };
         row.taken();
         due
+    }
+
+    /// Makes the update visible here.
+    pub(crate) fn commit(&self, op: OpId, local: &mut dyn Local) -> Result<()> {
+        assert!(
+            matches!(self.staging, Staging::Ok) && !self.dropped,
+            "an update is committed that is not stored here, or was refused"
+        );
+        local.commit(op, self.version, self.writer)
     }
 
     /// Forgets the exchange with the successor of the epoch before.

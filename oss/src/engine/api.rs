@@ -31,9 +31,13 @@ pub struct Usage {
     pub granted: u64,
     /// Chunks that are no tombstones.
     pub chunks: u64,
+    /// Reads of chunks since the target was opened.
     pub reads: u64,
+    /// Writes to the device since the target was opened.
     pub writes: u64,
+    /// Bytes returned by reads.
     pub read_bytes: u64,
+    /// Bytes written to the device.
     pub write_bytes: u64,
     /// Blocks and records found damaged.
     pub checksum_errors: u64,

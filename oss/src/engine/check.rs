@@ -25,6 +25,7 @@ pub const STEP: u32 = 1 << 20;
 /// What a check found in a chunk, or in a part of it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Look {
+    /// Version of the chunk; the default if its header is damaged.
     pub version: Version,
     /// Length of the chunk in bytes; 0 if its header is damaged.
     pub len: u32,
@@ -41,6 +42,7 @@ pub struct Look {
 }
 
 impl Look {
+    /// Whether nothing is damaged.
     pub fn is_whole(&self) -> bool {
         self.damaged.is_empty() && !self.headless
     }

@@ -12,7 +12,9 @@ use strake_proto::{
 /// A chunk on this target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
+    /// The chain that it belongs to.
     pub chain: ChainId,
+    /// File, data id and index.
     pub chunk: ChunkId,
 }
 
@@ -25,6 +27,7 @@ impl std::fmt::Display for Key {
 /// A chunk's properties, without its bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChunkMeta {
+    /// Of the newest committed update.
     pub version: Version,
     /// Bytes; 0 for a tombstone.
     pub len: u32,
@@ -39,23 +42,52 @@ pub struct ChunkMeta {
 pub enum Update {
     /// Puts `data` at `offset`, extending the chunk; a gap reads as zeros. `sums`: CRC32C per 4 KiB
     /// block of the chunk touched, see [`strake_proto::checksum`].
-    Write { offset: u32, data: Vec<Buf>, sums: Vec<u32> },
+    Write {
+        /// Bytes from the start of the chunk.
+        offset: u32,
+        /// The bytes, one buffer after the other.
+        data: Vec<Buf>,
+        /// CRC32C of each 4 KiB block of the chunk that is touched, of the bytes in `data` alone.
+        sums: Vec<u32>,
+    },
     /// Makes `[offset, offset + len)` zeros up to the chunk's end: whole blocks become holes. A
     /// chunk that does not exist becomes a tombstone.
-    Punch { offset: u32, len: u32 },
+    Punch {
+        /// Bytes from the start of the chunk.
+        offset: u32,
+        /// Bytes.
+        len: u32,
+    },
     /// Truncates to `len` bytes if longer.
-    Truncate { len: u32 },
+    Truncate {
+        /// Bytes that stay.
+        len: u32,
+    },
     /// Removes the bytes; the version stays as a tombstone.
     Remove,
     /// Writes the whole chunk anew, with the contents after an update that this one stands for.
     /// Earlier writers stay. The header must be intact.
-    Rewrite { data: Vec<Buf>, sums: Vec<u32> },
+    Rewrite {
+        /// All bytes of the chunk.
+        data: Vec<Buf>,
+        /// As in [`Update::Write`].
+        sums: Vec<u32>,
+    },
     /// Writes the whole chunk anew, whatever its state, even damaged. Blocks in `damaged` (bytes
     /// from the start of the chunk) have no good copy anywhere: they are stored as damaged blocks
     /// and cannot be read. The checksum stored for such a block is the complement of that of its
     /// bytes. The caller picks the bytes so that it is the checksum of the lost block, which is
     /// then recognized when it turns up; if that checksum is unknown, the bytes are zeros.
-    Replace { data: Vec<Buf>, sums: Vec<u32>, tombstone: bool, damaged: Vec<Range<u32>> },
+    Replace {
+        /// All bytes of the chunk; none for a tombstone.
+        data: Vec<Buf>,
+        /// As in [`Update::Write`].
+        sums: Vec<u32>,
+        /// The chunk is removed.
+        tombstone: bool,
+        /// Whole blocks without a good copy, in order.
+        damaged: Vec<Range<u32>>,
+    },
 }
 
 /// What a read found.
@@ -67,6 +99,7 @@ pub struct ReadOut {
     pub sums: Vec<u32>,
     /// How many of the requested bytes exist.
     pub len: u32,
+    /// The version that all of them are of.
     pub version: Version,
 }
 

@@ -28,13 +28,15 @@ pub struct Found {
     /// The chunk's own record was damaged.
     pub record: bool,
     /// From the first to the last byte that was damaged when it was found; the whole chunk if
-    /// empty. `bytes` says how many bytes of it were damaged.
+    /// empty.
     pub part: Range<u32>,
+    /// How many bytes of `part` were damaged.
     pub bytes: u32,
     /// When it was found, milliseconds since 1970.
     pub unix_ms: u64,
-    /// Chain epoch and chunk version at the last attempt to repair it.
+    /// Epoch of its chain at the last attempt to repair it.
     pub epoch: u64,
+    /// The chunk's version at that attempt.
     pub version: Version,
     /// The ranges that are still damaged.
     pub left: Vec<Range<u32>>,
@@ -43,6 +45,7 @@ pub struct Found {
 }
 
 impl Found {
+    /// The record's value. `key`: the record's key, which its checksum covers.
     pub fn encode(&self, key: &[u8]) -> Bytes {
         let whole: Vec<Range<u32>>;
         let left = match &self.left[..] {

@@ -198,6 +198,7 @@ impl Shared {
         s.headers.end();
         s.segments.end();
         s.flushed = s.in_flush.committed;
+        debug_assert!(s.flushed <= s.committed, "more is durable than was committed");
         s.dirty_bytes -= s.in_flush.dirty_bytes;
         let (epoch, freed) = (s.epoch, std::mem::take(&mut s.in_flush.freed));
         if !freed.is_empty() {

@@ -30,6 +30,7 @@ const EXTENT_LOOK: usize = 1024;
 /// The result of forgetting tombstones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Forgot {
+    /// Tombstones that were dropped.
     pub forgotten: usize,
     /// Chunks that are no tombstones.
     pub left: Vec<u64>,

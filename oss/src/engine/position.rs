@@ -17,17 +17,20 @@ pub struct Position {
     pub pass: u64,
     /// When it began, milliseconds since 1970.
     pub began_ms: u64,
-    /// When the last complete pass ended, and how long it took, both in milliseconds.
+    /// When the last complete pass ended, milliseconds since 1970.
     pub ended_ms: u64,
+    /// How long the last complete pass took, in milliseconds.
     pub took_ms: u64,
-    /// Chunks looked at in the current or last pass, and bytes read for it.
+    /// Chunks looked at in the current or last pass.
     pub chunks: u64,
+    /// Bytes read in the current or last pass.
     pub bytes: u64,
     /// Where to continue: in this chain, after this chunk. `None`: the pass is complete.
     pub at: Option<(ChainId, Option<ChunkId>)>,
 }
 
 impl Position {
+    /// The record's value.
     pub fn encode(&self) -> Bytes {
         let (chain, chunk) = self.at.unwrap_or_default();
         let under_way = if self.at.is_some() { UNDER_WAY } else { 0 };

@@ -25,6 +25,7 @@ use super::{
     record::{HOLE, Header, MAX_SEGS, SEG_BLOCKS, Segment},
     reserve::{Claim, Want},
     shared::{Shared, add},
+    superblock::DATA_START,
 };
 
 /// A write of more buffers than this is copied into one buffer first (the kernel's limit is 1,024).
@@ -55,6 +56,7 @@ pub struct Staged {
 }
 
 impl Staged {
+    /// The chunk that the update is of.
     pub fn key(&self) -> Key {
         self.slot.key
     }
@@ -62,6 +64,7 @@ impl Staged {
     pub fn len(&self) -> u32 {
         self.len
     }
+    /// Whether the chunk has no bytes once committed.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -312,8 +315,18 @@ impl Engine {
 
     fn make_visible(&self, mut staged: Staged, header: Slot<Header>) -> Result<()> {
         let key = staged.slot.key;
+        debug_assert!(!staged.tombstone || staged.len == 0, "{key}: a tombstone has no bytes");
+        debug_assert!(
+            staged.freed.iter().all(|old| staged
+                .space
+                .extents
+                .iter()
+                .all(|new| !old.overlaps(new))),
+            "{key}: an update was written over blocks that it replaces"
+        );
         let mut s = self.shared.state.lock();
         s.check()?;
+        assert!(s.staging.contains(&key), "{key}: an update is made visible that is not staged");
         s.chunks = s.chunks + u64::from(!staged.tombstone) - u64::from(staged.was_live);
         s.headers.put(key, header);
         for (n, segment) in staged.segments.drain(..) {
@@ -328,6 +341,7 @@ impl Engine {
         s.freed.append(&mut staged.freed);
         s.dirty_bytes += staged.bytes;
         s.committed += 1;
+        debug_assert!(s.flushed < s.committed);
         // The records own the blocks now. The flush gives back the replaced ones.
         staged.space.extents.clear();
         Ok(())
@@ -486,6 +500,7 @@ impl Slotted {
     /// automatically.
     async fn write(&self, image: &Image, claim: Claim, replaced: u64) -> Result<Space> {
         let count = image.sums.len() as u64;
+        debug_assert_eq!(total(&image.data), image.sums.len() * BLOCK, "whole blocks are written");
         let mut space = self.allocate(Want { count, replaced, claim }).await?;
         space.in_flight = true;
         let mut at = 0;
@@ -656,6 +671,11 @@ impl Image {
 impl Rewrite {
     /// Records where an image's blocks were written.
     fn place(&mut self, image: &Image, extents: &[Extent]) {
+        debug_assert_eq!(
+            extents.iter().map(|e| e.count).sum::<u64>(),
+            image.sums.len() as u64,
+            "every block of an image has a place"
+        );
         let blocks = extents.iter().flat_map(|e| e.start..e.start + e.count);
         for (i, (block, sum)) in blocks.zip(&image.sums).enumerate() {
             self.set(image.first + i, block, *sum);
@@ -676,6 +696,11 @@ impl Shared {
         let extents = s.alloc.alloc(want.count, self.reserve.from(want, total, own))?;
         let granted = want.session().map(|session| (session, s.grants.take(session, want.count)));
         s.replacing += want.replaced;
+        debug_assert_eq!(extents.iter().map(|e| e.count).sum::<u64>(), want.count);
+        debug_assert!(
+            extents.iter().all(|e| e.start >= DATA_START),
+            "blocks of the superblock were free"
+        );
         Some(Space {
             shared: self.clone(),
             extents,

@@ -20,6 +20,7 @@ pub const DATA_START: u64 = 256;
 pub struct TargetIdentity {
     /// All zeros until the target has joined a cluster.
     pub fs_uuid: [u8; 16],
+    /// Chosen when the target was made; never changes.
     pub target_uuid: [u8; 16],
     /// [`strake_proto::ids::TARGET_UNASSIGNED`] until the mds has assigned one.
     pub target_id: u32,
@@ -30,12 +31,14 @@ pub struct TargetIdentity {
     pub incarnation: u64,
 }
 
+/// What the first blocks of a target say.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Superblock {
     /// Counts writes; the copy with the higher one is current, and lies in block `sequence % 2`.
     pub sequence: u64,
     /// Blocks of the device this target uses, from block 0.
     pub blocks: u64,
+    /// Which cluster and node the target belongs to.
     pub identity: TargetIdentity,
 }
 

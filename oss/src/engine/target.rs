@@ -38,10 +38,18 @@ const INCOMPLETE: &str = "INCOMPLETE";
 #[derive(Clone, Debug)]
 pub enum TargetLayout {
     /// A sparse file of this many bytes in the target's folder.
-    File { size: u64 },
+    File {
+        /// Bytes.
+        size: u64,
+    },
     /// A whole block device or NVMe namespace, or an SPDK device; everything on it is lost. Refused
     /// if it seems to hold anything, unless `force`.
-    BlockDevice { path: PathBuf, force: bool },
+    BlockDevice {
+        /// The device's path, or the name of an SPDK device.
+        path: PathBuf,
+        /// Make the target even if something is on the device.
+        force: bool,
+    },
 }
 
 /// Bytes at the start of a block device that must be zeros before a target is made on it: labels of
@@ -162,7 +170,9 @@ async fn check_blank(device: &dyn Device) -> Result<()> {
 
 /// The result of opening a target's folder.
 pub enum Opened {
+    /// The target can be served.
     Whole(Arc<Engine>),
+    /// The target cannot be served as it is.
     Damaged(Damaged),
 }
 
@@ -178,7 +188,9 @@ impl Opened {
 
 /// A target that cannot be served as it is. Its folder stays locked as long as this lives.
 pub struct Damaged {
+    /// The target's folder.
     pub path: PathBuf,
+    /// What is damaged.
     pub why: Error,
     /// The target's identity, if its device could be read.
     pub id: Option<TargetIdentity>,
