@@ -7,7 +7,7 @@ use std::{
 
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Result, SessionId,
-    data::{Stamp, Version, Writer},
+    data::{BootId, Version, Writer},
     pb::ReplicaState,
 };
 
@@ -49,8 +49,8 @@ struct Spent {
 #[derive(Clone, Debug, Hash)]
 pub struct ChainCore {
     chain: ChainId,
-    me: Stamp,
-    /// The target's start stamp; `me.stamp` also changes whenever this replica falls out of sync.
+    me: BootId,
+    /// The number of the target's start; `me.number` also changes whenever this replica falls out of sync.
     life: u64,
     view: View,
     /// Epochs up to this one are about an earlier run of this target.
@@ -83,11 +83,11 @@ fn refuse(op: OpId, code: Code, message: String) -> Output {
 impl ChainCore {
     /// `stale_through`: the chain's epoch in the map that this target registered with, if the
     /// target was in the chain then.
-    pub fn new(chain: ChainId, me: Stamp, stale_through: u64) -> ChainCore {
+    pub fn new(chain: ChainId, me: BootId, stale_through: u64) -> ChainCore {
         ChainCore {
             chain,
             me,
-            life: me.stamp,
+            life: me.number,
             view: View::outside(0),
             stale_through,
             confirmed: false,
@@ -106,9 +106,9 @@ impl ChainCore {
         &self.view
     }
 
-    /// The stamp that acknowledgements carry. An unchanged stamp means that this replica stayed in
+    /// The boot id that acknowledgements carry. An unchanged one means that this replica stayed in
     /// sync without a restart, and so still has everything it committed.
-    pub fn stamp(&self) -> Stamp {
+    pub fn boot_id(&self) -> BootId {
         self.me
     }
 
@@ -300,7 +300,7 @@ impl ChainCore {
             matches!(self.view.state, ReplicaState::ReplicaServing | ReplicaState::ReplicaLastsrv);
         if !keeps {
             // A source that lacks some of the committed data may overwrite it.
-            self.me.stamp = self.life ^ self.view.epoch.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            self.me.number = self.life ^ self.view.epoch.wrapping_mul(0x9e37_79b9_7f4a_7c15);
             // A resync brings what was missing for lack of space, once there is space.
             self.failed.take_if(|why| *why == Code::NoSpc);
         }
@@ -633,10 +633,10 @@ impl ChainCore {
                 Ok(()) => {
                     let version = u.version;
                     self.spent.remove(&chunk);
-                    let stamps: Vec<Stamp> = std::iter::once(me).chain(behind).collect();
+                    let boot_ids: Vec<BootId> = std::iter::once(me).chain(behind).collect();
                     self.finish(
                         chunk,
-                        || Outcome::Applied { version, stamps: stamps.clone() },
+                        || Outcome::Applied { version, boot_ids: boot_ids.clone() },
                         local,
                         out,
                     );
@@ -710,7 +710,7 @@ impl ChainCore {
         &mut self,
         op: OpId,
         attempt: u32,
-        result: Result<Vec<Stamp>>,
+        result: Result<Vec<BootId>>,
         local: &mut dyn Local,
         out: &mut Vec<Output>,
     ) {
@@ -723,11 +723,11 @@ impl ChainCore {
             return;
         };
         let error = match result {
-            Ok(stamps) => {
+            Ok(boot_ids) => {
                 if matches!(u.staging, Staging::Pending) {
                     Progress::AnsweredFirst.taken();
                 }
-                u.next = Next::Done(stamps);
+                u.next = Next::Done(boot_ids);
                 return self.advance(op, local, out);
             }
             Err(e) => e,

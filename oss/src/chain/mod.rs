@@ -18,7 +18,7 @@ mod tests;
 pub use self::core::ChainCore;
 use strake_proto::{
     ChunkId, Error, Result, SessionId, TargetId,
-    data::{Stamp, Version, Writer},
+    data::{BootId, Version, Writer},
 };
 pub use view::View;
 
@@ -89,14 +89,14 @@ pub enum Input {
         /// Why they cannot be stored, if so.
         result: Result<()>,
     },
-    /// The successor's answer to a forward: its stamp and those of the replicas behind it.
+    /// The successor's answer to a forward: its boot id and those of the replicas behind it.
     Answer {
         /// The update.
         op: OpId,
         /// As in [`Output::Forward`].
         attempt: u32,
         /// An error: refused, or no answer came.
-        result: Result<Vec<Stamp>>,
+        result: Result<Vec<BootId>>,
     },
     /// The successor has, or has not, taken the whole chunk.
     Pushed {
@@ -200,7 +200,7 @@ pub enum Outcome {
         /// The update's version.
         version: Version,
         /// The boot ids of those replicas, this one's first.
-        stamps: Vec<Stamp>,
+        boot_ids: Vec<BootId>,
     },
     /// Was committed before, here and on all replicas behind. Flush and answer as stable.
     Known {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use strake_proto::{
     Code, Error, Result, TargetId,
-    data::{Stamp, Version, Writer},
+    data::{BootId, Version, Writer},
 };
 
 use super::{
@@ -58,7 +58,7 @@ pub(crate) enum Next {
     Pushing,
     /// Asked without success; to be asked again after a pause.
     Paused,
-    Done(Vec<Stamp>),
+    Done(Vec<BootId>),
     Refused(Error),
 }
 
@@ -88,7 +88,7 @@ pub(crate) struct Update {
 pub(crate) enum Due {
     Wait,
     Forward(TargetId),
-    Commit(Vec<Stamp>),
+    Commit(Vec<BootId>),
     Refuse(Error),
     /// The successor has the update and this replica cannot store it.
     Fail(Error),
@@ -129,8 +129,8 @@ impl Update {
             }
             (Staging::Pending, _, _) => return Due::Wait,
             (Staging::Ok, _, None) => (Progress::CommitLast, Due::Commit(Vec::new())),
-            (Staging::Ok, Next::Done(stamps), Some(_)) => {
-                (Progress::CommitAnswered, Due::Commit(std::mem::take(stamps)))
+            (Staging::Ok, Next::Done(boot_ids), Some(_)) => {
+                (Progress::CommitAnswered, Due::Commit(std::mem::take(boot_ids)))
             }
             (Staging::Ok, Next::Idle, Some(s)) => (Progress::Forward, Due::Forward(s)),
             (Staging::Ok, Next::Refused(e), Some(_)) => (Progress::Refused, Due::Refuse(e.clone())),

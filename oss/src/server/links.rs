@@ -6,7 +6,7 @@ use strake_fabric::{Buf, Message};
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Result, TargetId, checksum,
     data::{
-        DataReply, DataRequest, FLAG_GRANTED, FLAG_TOMBSTONE, Kind, ListEntry, Stamp, Version,
+        BootId, DataReply, DataRequest, FLAG_GRANTED, FLAG_TOMBSTONE, Kind, ListEntry, Version,
         Writer,
     },
     map::ChainExt,
@@ -91,7 +91,7 @@ impl ChainLinks {
         update: &UpdateRequest,
         to: TargetId,
         at: Place,
-    ) -> Result<Vec<Stamp>> {
+    ) -> Result<Vec<BootId>> {
         let Place { epoch, version, prev } = at;
         let request = DataRequest {
             epoch,
@@ -108,7 +108,7 @@ impl ChainLinks {
         let mut m =
             Message::new(opcode::FORWARD, request.encode()).with_payload(update.payload.clone());
         m.trace = update.trace;
-        self.call(to, Lane::Forward(self.behind(to)), m).await.map(|(r, _)| r.stamps)
+        self.call(to, Lane::Forward(self.behind(to)), m).await.map(|(r, _)| r.boot_ids)
     }
 
     /// Has a target and all behind it flush. With `forget`, they then forget tombstones; also
@@ -118,7 +118,7 @@ impl ChainLinks {
         to: TargetId,
         epoch: u64,
         forget: Option<Forget>,
-    ) -> Result<(Vec<Stamp>, Option<u64>)> {
+    ) -> Result<(Vec<BootId>, Option<u64>)> {
         let chunk = forget.map_or(NO_CHUNK, |f| f.from);
         let flags = if forget.is_some() { FLAG_TOMBSTONE } else { 0 };
         let len = forget.map_or(0, |f| f.most);
@@ -128,7 +128,7 @@ impl ChainLinks {
         if matches!(&result, Err(e) if e.code == Code::StaleEpoch) {
             self.ctx.kick.notify_one();
         }
-        result.map(|(r, _)| (r.stamps, (r.len != 0).then_some(r.version.number)))
+        result.map(|(r, _)| (r.boot_ids, (r.len != 0).then_some(r.version.number)))
     }
 
     /// A target's chunks after `chunk`, at most `len`. `mode`: [`LIST_ONE`], or 0.

@@ -10,7 +10,7 @@ use futures_util::future::BoxFuture;
 use parking_lot::Mutex;
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Result, SessionId, TargetId,
-    data::{DataRequest, FLAG_TOMBSTONE, Stamp, Version, Writer},
+    data::{BootId, DataRequest, FLAG_TOMBSTONE, Version, Writer},
 };
 use tokio::sync::oneshot;
 
@@ -132,7 +132,7 @@ impl Replica {
         data: Weak<dyn ChunkData>,
     ) -> Arc<Replica> {
         let core =
-            ChainCore::new(chain, Stamp { target: id, stamp: target.boot_id }, stale_through);
+            ChainCore::new(chain, BootId { target: id, number: target.boot_id }, stale_through);
         let inner = Mutex::new(Inner { core, ops: BTreeMap::new() });
         let links = ChainLinks::new(ctx.clone(), chain);
         Arc::new(Replica { ctx, target, chain, id, links, inner, data })
@@ -162,8 +162,8 @@ impl Replica {
     pub(super) fn version_of(&self, op: OpId) -> Option<Version> {
         self.inner.lock().core.version_of(op)
     }
-    pub(super) fn stamp(&self) -> Stamp {
-        self.inner.lock().core.stamp()
+    pub(super) fn boot_id(&self) -> BootId {
+        self.inner.lock().core.boot_id()
     }
     pub(super) fn check_read(&self, chunk: &ChunkId, epoch: u64) -> Result<()> {
         self.target.check_in()?;
@@ -380,9 +380,9 @@ impl Replica {
 
     /// Flushes this replica and all behind it, including the SYNCING one: it may have come into
     /// sync in a newer epoch, and must then hold what is called stable in this one. Returns their
-    /// stamps, this replica's first.
-    pub(super) async fn flush_chain(&self, epoch: u64) -> Result<Vec<Stamp>> {
-        self.flush_all(epoch, None).await.map(|(stamps, _)| stamps)
+    /// boot_ids, this replica's first.
+    pub(super) async fn flush_chain(&self, epoch: u64) -> Result<Vec<BootId>> {
+        self.flush_all(epoch, None).await.map(|(boot_ids, _)| boot_ids)
     }
 
     /// As [`Replica::flush_chain`]. With `forget`, the replicas behind then forget tombstones; also
@@ -391,7 +391,7 @@ impl Replica {
         &self,
         epoch: u64,
         forget: Option<Forget>,
-    ) -> Result<(Vec<Stamp>, Option<u64>)> {
+    ) -> Result<(Vec<BootId>, Option<u64>)> {
         self.check_member(epoch)?;
         let next = self.view().successor.map(|(t, _)| t);
         let behind = async {
@@ -401,8 +401,8 @@ impl Replica {
         let local = self.flush();
         let (behind, local) = tokio::join!(behind, local);
         local?;
-        let (stamps, next) = behind?;
-        Ok((std::iter::once(self.stamp()).chain(stamps).collect(), next))
+        let (boot_ids, next) = behind?;
+        Ok((std::iter::once(self.boot_id()).chain(boot_ids).collect(), next))
     }
 
     /// Flushes this target.

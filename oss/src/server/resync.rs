@@ -303,12 +303,12 @@ impl Resync {
         let r = &request.request;
         drop(hold);
         let busy = self.replica.target.foreground.is_busy(Instant::now());
-        let stamps = vec![self.replica.stamp()];
+        let boot_ids = vec![self.replica.boot_id()];
         Ok(DataReply {
             version: r.version,
             epoch,
             len: u32::from(busy),
-            stamps,
+            boot_ids,
             ..DataReply::default()
         })
     }

@@ -404,7 +404,7 @@ impl OssService {
             epoch: r.epoch,
             len: out.len,
             sums: out.sums,
-            stamps: vec![replica.stamp()],
+            boot_ids: vec![replica.boot_id()],
             ..DataReply::default()
         };
         Ok(reply(&head, out.data))
@@ -428,7 +428,7 @@ impl OssService {
             replica.target.note(e);
         }
         let head =
-            DataReply { epoch: r.epoch, stamps: vec![replica.stamp()], ..DataReply::default() };
+            DataReply { epoch: r.epoch, boot_ids: vec![replica.boot_id()], ..DataReply::default() };
         Ok(reply(&head, vec![Buf::copy_from(&found?.encode())]))
     }
 
@@ -483,10 +483,10 @@ impl OssService {
         if let Some(cap) = cap.filter(|_| r.round != 0) {
             replica.heard_round(r.epoch, cap.session, r.round)?;
         }
-        let stamps = replica.flush_chain(r.epoch).await?;
+        let boot_ids = replica.flush_chain(r.epoch).await?;
         self.check_copies(replica)?;
         Ok(reply(
-            &DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() },
+            &DataReply { stable: true, epoch: r.epoch, boot_ids, ..DataReply::default() },
             Vec::new(),
         ))
     }
@@ -557,11 +557,11 @@ async fn forward_flush(member: &ChainMember, r: &DataRequest) -> Result<Message>
     let replica = &member.replica;
     replica.check_member(r.epoch)?;
     replica.heard_predecessor(r.epoch);
-    let (stamps, next) = match Forget::of(r) {
+    let (boot_ids, next) = match Forget::of(r) {
         Some(forget) => member.trims.forget_chain(r.epoch, forget).await?,
         None => (replica.flush_chain(r.epoch).await?, None),
     };
-    Ok(reply(&DataReply { stable: true, stamps, ..goes_on(r.epoch, next) }, Vec::new()))
+    Ok(reply(&DataReply { stable: true, boot_ids, ..goes_on(r.epoch, next) }, Vec::new()))
 }
 
 fn sync_list(replica: &Replica, r: &DataRequest) -> Result<Message> {

@@ -14,7 +14,7 @@ use futures_util::{StreamExt, TryStreamExt, stream, stream::FuturesUnordered};
 use parking_lot::Mutex;
 use strake_proto::{
     ChunkId, Code, Error, Result,
-    data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, Stamp, Version},
+    data::{BootId, DataReply, DataRequest, FLAG_TOMBSTONE, Kind, Version},
 };
 use tokio::time::Instant;
 
@@ -220,8 +220,8 @@ impl Trims {
         tracing::debug!("chain {}: chunks of {} go, {} bytes stay before", r.chain, r.chunk, r.len);
         self.cut_before(r, trace).await?;
         let next = self.remove(r, trace, &budget).await?;
-        let stamps = self.replica.flush_chain(r.epoch).await?;
-        Ok(DataReply { stable: next.is_none(), stamps, ..goes_on(r.epoch, next) })
+        let boot_ids = self.replica.flush_chain(r.epoch).await?;
+        Ok(DataReply { stable: next.is_none(), boot_ids, ..goes_on(r.epoch, next) })
     }
 
     /// Removes all chunks, then has the tombstones forgotten. In the second step nothing makes a chunk
@@ -236,21 +236,21 @@ impl Trims {
         if r.seq != FORGETTING {
             tracing::debug!("chain {}: chunks of {} go for good", r.chain, r.chunk);
             if let Some(next) = self.remove(r, trace, budget).await? {
-                let stamps = self.replica.flush_chain(r.epoch).await?;
-                return Ok(DataReply { stamps, ..goes_on(r.epoch, Some(next)) });
+                let boot_ids = self.replica.flush_chain(r.epoch).await?;
+                return Ok(DataReply { boot_ids, ..goes_on(r.epoch, Some(next)) });
             }
             from.index = 0;
         }
         loop {
-            let (stamps, next) =
+            let (boot_ids, next) =
                 self.forget_chain(r.epoch, Forget { from, most: FORGET_PAGE }).await?;
             match next {
-                None => return Ok(DataReply { stable: true, stamps, ..goes_on(r.epoch, None) }),
+                None => return Ok(DataReply { stable: true, boot_ids, ..goes_on(r.epoch, None) }),
                 Some(index) => from.index = index,
             }
             if budget.is_spent() {
                 // The length tells that this is the second step.
-                return Ok(DataReply { stamps, len: 2, ..goes_on(r.epoch, next) });
+                return Ok(DataReply { boot_ids, len: 2, ..goes_on(r.epoch, next) });
             }
         }
     }
@@ -351,13 +351,13 @@ impl Trims {
     }
 
     /// Flushes the chain, then has every replica forget tombstones, those behind before this one.
-    /// Returns their stamps, and where one of them has to continue.
+    /// Returns their boot_ids, and where one of them has to continue.
     pub(super) async fn forget_chain(
         &self,
         epoch: u64,
         f: Forget,
-    ) -> Result<(Vec<Stamp>, Option<u64>)> {
-        let (stamps, behind) = self.replica.flush_all(epoch, Some(f)).await?;
+    ) -> Result<(Vec<BootId>, Option<u64>)> {
+        let (boot_ids, behind) = self.replica.flush_all(epoch, Some(f)).await?;
         // After this, no chunk is left that recognizes a late copy of a FORWARD.
         self.replica.data_is_gone(f.from.data);
         let (file, mut from) = ((f.from.ino, f.from.data), f.from.index);
@@ -369,7 +369,7 @@ impl Trims {
             match forgot.next {
                 // A caller that wants all of it does not ask again.
                 Some(next) if f.most == 0 => from = next,
-                next => return Ok((stamps, [next, behind].into_iter().flatten().min())),
+                next => return Ok((boot_ids, [next, behind].into_iter().flatten().min())),
             }
             self.replica.flush().await?;
         }

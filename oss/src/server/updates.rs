@@ -68,15 +68,15 @@ impl Updates {
     }
 
     async fn answer(&self, outcome: Outcome, epoch: u64, stable: bool) -> Result<DataReply> {
-        let reply = |version, stable, stamps| DataReply {
+        let reply = |version, stable, boot_ids| DataReply {
             stable,
             version,
             epoch,
-            stamps,
+            boot_ids,
             ..DataReply::default()
         };
         Ok(match outcome {
-            Outcome::Applied { version, stamps } if !stable => reply(version, false, stamps),
+            Outcome::Applied { version, boot_ids } if !stable => reply(version, false, boot_ids),
             Outcome::Applied { version, .. } | Outcome::Known { version } => {
                 let epoch = self.replica.view().epoch;
                 reply(version, true, self.replica.flush_chain(epoch).await?)

@@ -24,7 +24,7 @@ use strake_proto::{Code, Error, Result};
 use super::{
     Shared,
     env::Env,
-    transport::{TransportId, Transport},
+    transport::{Transport, TransportId},
 };
 use crate::device::{api::BLOCK, nvme::Format};
 
@@ -128,7 +128,9 @@ impl Controller {
         if at.is_null() {
             let look = match id.transport {
                 Transport::Pcie(_) => "is it bound to vfio-pci?",
-                Transport::Tcp(_) | Transport::Rdma(_) => "is its target up, and this host allowed there?",
+                Transport::Tcp(_) | Transport::Rdma(_) => {
+                    "is its target up, and this host allowed there?"
+                }
             };
             return Err(Error::new(
                 Code::NxIo,

@@ -14,7 +14,7 @@ use strake_proto::{Code, Error, Result};
 
 use super::{
     ffi::{self, Api},
-    transport::{PciAddress, TransportId, Transport},
+    transport::{PciAddress, Transport, TransportId},
 };
 use crate::device::api::BLOCK;
 

@@ -19,7 +19,7 @@ async fn writes_of_all_sizes_are_read_from_every_replica() {
     for (seq, (offset, len)) in cases.into_iter().enumerate() {
         let data = bytes(seq as u64, len);
         let r = c.write(0, offset, &data, seq as u64 + 1).await.unwrap();
-        assert_eq!((r.version.number, r.stamps.len(), r.stable), (seq as u64 + 1, 3, false));
+        assert_eq!((r.version.number, r.boot_ids.len(), r.stable), (seq as u64 + 1, 3, false));
         model[offset as usize..offset as usize + len].copy_from_slice(&data);
         end = end.max(offset as usize + len);
         for t in 0..3 {
@@ -42,7 +42,10 @@ async fn a_repeated_write_is_answered_and_not_applied_again() {
     let first = c.write(0, 0, b"first", 1).await.unwrap();
     c.write(0, 0, b"other", 2).await.unwrap();
     let again = c.write(0, 0, b"first", 1).await.unwrap();
-    assert_eq!((again.version, again.stable, again.stamps), (first.version, true, first.stamps));
+    assert_eq!(
+        (again.version, again.stable, again.boot_ids),
+        (first.version, true, first.boot_ids)
+    );
     assert_eq!(c.read(0, 0, 0, 5).await.unwrap().1, b"other");
 }
 
@@ -104,7 +107,7 @@ async fn writes_wait_for_min_copies() {
     c.read(c.head(), 0, 0, 3).await.unwrap();
     c.boot(1).await;
     c.write(1, 0, b"new", 4).await.unwrap();
-    assert!(c.flush().await.unwrap().stamps.len() >= 2);
+    assert!(c.flush().await.unwrap().boot_ids.len() >= 2);
     // `min_copies` above the number of copies of the chain has no further effect.
     c.boot(2).await;
     c.whole().await;
@@ -139,7 +142,7 @@ async fn a_restart_of_all_loses_only_what_was_not_flushed_and_shows_in_the_stamp
         let make = || DataRequest { flags: FLAG_STABLE, ..c.write_request(0, 0, &data, 1) };
         c.retry(opcode::WRITE, &data, make).await.unwrap().0
     };
-    assert!(stable.stable && stable.stamps.len() == 3);
+    assert!(stable.stable && stable.boot_ids.len() == 3);
     let unstable = c.write(0, 0, b"unflushed", 2).await.unwrap();
     for i in 0..3 {
         c.kill(i);
@@ -152,8 +155,8 @@ async fn a_restart_of_all_loses_only_what_was_not_flushed_and_shows_in_the_stamp
     let (v, got) = c.read(2, 0, 0, 5000).await.unwrap();
     assert!(got == data && v == stable.version);
     assert_ne!(
-        c.flush().await.unwrap().stamps,
-        unstable.stamps,
+        c.flush().await.unwrap().boot_ids,
+        unstable.boot_ids,
         "the client learns that it must send again"
     );
     let replay = || DataRequest {
@@ -165,7 +168,7 @@ async fn a_restart_of_all_loses_only_what_was_not_flushed_and_shows_in_the_stamp
     assert!(again.version > unstable.version);
     assert_eq!(c.read(0, 0, 0, 9).await.unwrap().1, b"unflushed");
     let flushed = c.flush().await.unwrap();
-    assert_eq!(flushed.stamps, again.stamps);
+    assert_eq!(flushed.boot_ids, again.boot_ids);
 }
 
 /// A punch is an update like any other: applied on all replicas, once, kept over restarts and
@@ -184,7 +187,7 @@ async fn a_punch_goes_down_the_chain_and_is_never_undone() {
         c.retry(opcode::WRITE, &[], || DataRequest { len, ..empty() }).await.unwrap().0
     };
     let first = punch(&c, 0, 2, (4096, 20_000)).await;
-    assert_eq!((first.version.number, first.stamps.len(), first.stable), (2, 3, false));
+    assert_eq!((first.version.number, first.boot_ids.len(), first.stable), (2, 3, false));
     c.write(0, 8192, b"after", 3).await.unwrap();
     let again = punch(&c, 0, 2, (4096, 20_000)).await;
     assert_eq!((again.version, again.stable), (first.version, true), "known, not applied again");
