@@ -2,10 +2,12 @@
 //!
 //! `docs/replication.md` holds the tables that this implements, and the reason for each rule.
 //! [`view`] is what a replica knows of its chain in one epoch. [`slot`] is the one update (or hold)
-//! that a chunk has in flight. [`core`] is the machine: [`Input`]s go in, [`Output`]s come out, and
-//! the shell in [`crate::server`] carries them out.
+//! that a chunk has in flight. `epoch_memory` is what is remembered of one epoch. [`core`] is the
+//! machine: [`Input`]s go in, [`Output`]s come out, and the shell in [`crate::server`] carries them
+//! out.
 
 mod core;
+mod epoch_memory;
 pub mod rows;
 pub(crate) mod slot;
 mod view;

@@ -157,7 +157,7 @@ fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
     assert_eq!(tail.go(removal(3, 2, v(2, 7))), ["stage 3"]);
     // Only the latest ones are remembered, up to a limit, and none in a newer epoch, which refuses
     // older requests anyway.
-    for data in 100..100 + super::core::KEPT_GONE as u64 {
+    for data in 100..100 + super::epoch_memory::KEPT_GONE as u64 {
         r.core.data_is_gone(data);
     }
     assert_eq!(r.client(6, 3, true), ["stage 6"]);
