@@ -48,7 +48,7 @@ impl Batch {
 
 /// A key and its value.
 pub type Pair = (Bytes, Bytes);
-/// Pairs in key order. An error ends them.
+/// Pairs in key order; an error stands for one that cannot be read.
 pub type PairIter<'a> = Box<dyn Iterator<Item = Result<Pair>> + Send + 'a>;
 
 /// `EINVAL` for a key that no store can hold.

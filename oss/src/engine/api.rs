@@ -76,7 +76,10 @@ impl Engine {
                 "a target keeps its uuid for life; format it anew instead",
             ));
         }
-        let next = Superblock { sequence: current.sequence + 1, identity: id.clone(), ..*current };
+        let sequence = current.sequence.checked_add(1).ok_or_else(|| {
+            Error::new(Code::Corrupt, "the superblock's sequence number is the last one")
+        })?;
+        let next = Superblock { sequence, identity: id.clone(), ..*current };
         next.write(&*self.shared.device, &self.shared.pool).await?;
         *current = next;
         *self.shared.identity.lock() = id;

@@ -93,7 +93,14 @@ impl Found {
             .into();
         let (lost, record) = (flags & LOST != 0, flags & RECORD != 0);
         let found = Found { lost, record, part, bytes, unix_ms, epoch, version, left, cause };
-        if flags & !(LOST | RECORD) == 0 { Ok(found) } else { Err(bad()) }
+        let in_order = |r: &Range<u32>| r.start <= r.end;
+        if flags & !(LOST | RECORD) != 0
+            || !in_order(&found.part)
+            || !found.left.iter().all(in_order)
+        {
+            return Err(bad());
+        }
+        Ok(found)
     }
 }
 

@@ -488,7 +488,7 @@ pub(super) fn left_of(look: &Look) -> Vec<Range<u32>> {
 
 /// The damaged part of a chunk that begins at `start`, as text.
 fn place(look: &Look, start: u64) -> String {
-    let at = |n: u32| start + u64::from(n);
+    let at = |n: u32| start.saturating_add(u64::from(n));
     match &look.damaged[..] {
         [] => "its record".into(),
         [one] => format!("bytes {} to {}", at(one.start), at(one.end)),

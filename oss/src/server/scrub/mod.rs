@@ -170,7 +170,7 @@ async fn chunk(member: &ChainMember, chunk: ChunkId, pace: &mut Pace) -> Result<
             other => other?,
         };
         let Some(look) = look else { break };
-        target.scrub.state.lock().position.bytes += look.bytes;
+        target.scrub.state.lock().looked(look.bytes, 0);
         pace.take(target, look.bytes + RECORDS, replica.ctx.cfg.scrub_rate).await;
         if target.scrub.is_asked() {
             return Ok(false);
@@ -192,7 +192,7 @@ async fn chunk(member: &ChainMember, chunk: ChunkId, pace: &mut Pace) -> Result<
             break;
         }
     }
-    target.scrub.state.lock().position.chunks += 1;
+    target.scrub.state.lock().looked(0, 1);
     Ok(true)
 }
 
@@ -239,7 +239,7 @@ pub(super) fn status(ctx: &Context, target: &Target) -> pb::ScrubStatus {
     let done = s
         .since
         .filter(|_| s.running)
-        .map(|(since, from)| (p.bytes - from, since.elapsed().as_millis() as u64));
+        .map(|(since, from)| (p.bytes.saturating_sub(from), since.elapsed().as_millis() as u64));
     // The measured rate says more than the limit.
     let eta_s = match done {
         Some((bytes, ms)) if bytes > 0 && ms > 1000 => left / (bytes * 1000 / ms).max(1),

@@ -129,9 +129,17 @@ impl Scrub {
 }
 
 impl State {
+    /// The position comes from the disk, so its numbers may be anything.
+    pub(super) fn looked(&mut self, bytes: u64, chunks: u64) {
+        let p = &mut self.position;
+        p.bytes = p.bytes.saturating_add(bytes);
+        p.chunks = p.chunks.saturating_add(chunks);
+    }
+
     fn begin(&mut self, now_ms: u64, asked: bool) {
         let p = &mut self.position;
-        (p.pass, p.began_ms, p.chunks, p.bytes, p.at) = (p.pass + 1, now_ms, 0, 0, Some((0, None)));
+        (p.pass, p.began_ms, p.chunks, p.bytes, p.at) =
+            (p.pass.saturating_add(1), now_ms, 0, 0, Some((0, None)));
         (self.asked, self.paused, self.skipped) = (asked, false, 0);
         self.trouble.clear();
         self.since = None;
