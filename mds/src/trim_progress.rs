@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use parking_lot::Mutex;
 use strake_proto::{
     ChainId, Code, Error, Result,
-    data::{DataReply, DataRequest, FLAG_TOMBSTONE, Stamp},
+    data::{BootId, DataReply, DataRequest, FLAG_TOMBSTONE},
 };
 
 /// How long a storage server works on one TRIM before it says where to continue.
@@ -31,7 +31,7 @@ pub(crate) struct TrimStep {
     epoch: u64,
     /// The boot ids of the replicas that had flushed it then. A replica that reports the same id
     /// later has been in sync ever since.
-    stamps: Vec<Stamp>,
+    boot_ids: Vec<BootId>,
 }
 
 /// Everything is done.
@@ -57,10 +57,10 @@ impl TrimStep {
     /// been in sync all the time, the work may be undone: it starts again. An older version's
     /// answer means that everything is done.
     pub(crate) fn after(&self, request: &DataRequest, reply: &DataReply) -> Result<TrimStep> {
-        let same = |s: &Stamp| self.stamps.contains(s);
+        let same = |s: &BootId| self.boot_ids.contains(s);
         if *self != TrimStep::default()
             && self.epoch != request.epoch
-            && !reply.stamps.iter().any(same)
+            && !reply.boot_ids.iter().any(same)
         {
             return Ok(TrimStep::default());
         }
@@ -69,7 +69,7 @@ impl TrimStep {
             index,
             seq,
             epoch: request.epoch,
-            stamps: reply.stamps.clone(),
+            boot_ids: reply.boot_ids.clone(),
         };
         if reply.stable || reply.len == 0 {
             return Ok(step(END, u64::from(gone)));
@@ -132,17 +132,17 @@ mod tests {
 
     const CHUNK: ChunkId = ChunkId { ino: 4, data: 9, index: 3 };
 
-    fn stamps(all: &[u64]) -> Vec<Stamp> {
-        all.iter().map(|s| Stamp { target: *s as u32, stamp: *s }).collect()
+    fn boot_ids(all: &[u64]) -> Vec<BootId> {
+        all.iter().map(|s| BootId { target: *s as u32, number: *s }).collect()
     }
 
     fn left(index: u64, len: u32) -> DataReply {
         let version = Version { epoch: 1, number: index };
-        DataReply { len, version, stamps: stamps(&[1, 2]), ..DataReply::default() }
+        DataReply { len, version, boot_ids: boot_ids(&[1, 2]), ..DataReply::default() }
     }
 
     fn all_done(by: &[u64]) -> DataReply {
-        DataReply { stable: true, stamps: stamps(by), ..DataReply::default() }
+        DataReply { stable: true, boot_ids: boot_ids(by), ..DataReply::default() }
     }
 
     #[test]

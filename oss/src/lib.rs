@@ -3,7 +3,8 @@
 //! `chain` is the replication protocol as a pure state machine; `engine` keeps chunks on a
 //! `device`; `server` is the thin shell that connects them to the fabric.
 
-#![warn(unreachable_pub)]
+#![warn(missing_docs, unreachable_pub)]
+#![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
 pub mod chain;
 pub mod device;

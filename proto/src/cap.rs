@@ -45,6 +45,16 @@ pub struct Capability {
     pub as_of: u32,
 }
 
+impl Capability {
+    /// `BadCap` if it has expired. `now_ms`: milliseconds since 1970-01-01 UTC.
+    pub fn check_expiry(&self, now_ms: u64) -> Result<()> {
+        if now_ms > self.expiry_ms {
+            return Err(Error::new(Code::BadCap, "capability expired; open the file again"));
+        }
+        Ok(())
+    }
+}
+
 /// A log index as capabilities store it: modulo 2^32. Where that is 0, the index before it is used,
 /// which is the safe direction.
 pub const fn as_of(index: u64) -> u32 {
@@ -133,9 +143,7 @@ impl CapKey {
             return Err(bad("capability was not made by this cluster's mds"));
         }
         let c = peek(b);
-        if now_ms > c.expiry_ms {
-            return Err(bad("capability expired; open the file again"));
-        }
+        c.check_expiry(now_ms)?;
         Ok(c)
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A request body is a 96-byte [`DataRequest`] head, then (as flagged in it) a 64-byte capability,
 //! a round, a time, block checksums, recent-writer records, memory regions and damaged parts. A
-//! reply body is a 40-byte [`DataReply`] head, then block checksums and replica start stamps.
+//! reply body is a 40-byte [`DataReply`] head, then block checksums and boot ids of replicas.
 
 use std::{ops::Range, time::Duration};
 
@@ -23,7 +23,7 @@ pub const MAX_WRITERS: usize = 64;
 /// are unstable.
 pub const KEPT_WRITERS: usize = MAX_WRITERS;
 pub const MAX_REGIONS: usize = 256;
-pub const MAX_STAMPS: usize = 16;
+pub const MAX_BOOT_IDS: usize = 16;
 /// Parts of a 16 MiB chunk, each at least one block long and one block apart.
 pub const MAX_DAMAGED: usize = 2048;
 
@@ -309,12 +309,14 @@ impl DataRequest {
 
 pub const REPLY_STABLE: u8 = 1;
 
-/// A replica at the time of its answer. If its stamp has changed since, the replica restarted and
-/// may have lost unstable bytes.
+/// A replica at the time of its answer. If its number has changed since, the replica restarted or
+/// was out of sync, and may have lost unstable bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Stamp {
+pub struct BootId {
+    /// The replica's target.
     pub target: TargetId,
-    pub stamp: u64,
+    /// Made from the random number of the target's start, which protobuf messages call `stamp`.
+    pub number: u64,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -328,13 +330,14 @@ pub struct DataReply {
     /// file's size. GRANT: units granted. SYNC_PUT: not 0 while applications wait for the target.
     pub len: u32,
     pub sums: Vec<u32>,
-    pub stamps: Vec<Stamp>,
+    /// Of the replicas that have what the reply confirms, the answering one first.
+    pub boot_ids: Vec<BootId>,
 }
 
 impl DataReply {
     pub fn encode(&self) -> Bytes {
         let mut b =
-            BytesMut::with_capacity(REPLY_HEAD + self.sums.len() * 4 + self.stamps.len() * 16);
+            BytesMut::with_capacity(REPLY_HEAD + self.sums.len() * 4 + self.boot_ids.len() * 16);
         b.put_u16_le(VERSION);
         b.put_u8(if self.stable { REPLY_STABLE } else { 0 });
         b.put_u8(0);
@@ -343,15 +346,15 @@ impl DataReply {
         b.put_u64_le(self.version.number);
         b.put_u64_le(self.epoch);
         b.put_u32_le(self.sums.len() as u32);
-        b.put_u16_le(self.stamps.len() as u16);
+        b.put_u16_le(self.boot_ids.len() as u16);
         b.put_u16_le(0);
         for s in &self.sums {
             b.put_u32_le(*s);
         }
-        for s in &self.stamps {
+        for s in &self.boot_ids {
             b.put_u32_le(s.target);
             b.put_u32_le(0);
-            b.put_u64_le(s.stamp);
+            b.put_u64_le(s.number);
         }
         b.freeze()
     }
@@ -366,21 +369,21 @@ impl DataReply {
         let len = r.u32()?;
         let version = Version { epoch: r.u64()?, number: r.u64()? };
         let epoch = r.u64()?;
-        let (sums, stamps) = (r.u32()? as usize, r.u16()? as usize);
+        let (sums, boot_ids) = (r.u32()? as usize, r.u16()? as usize);
         r.u16()?;
-        if sums > MAX_SUMS || stamps > MAX_STAMPS {
+        if sums > MAX_SUMS || boot_ids > MAX_BOOT_IDS {
             return Err(bad("data reply lists too long"));
         }
         let sums = (0..sums).map(|_| r.u32()).collect::<Result<_>>()?;
-        let stamps = (0..stamps)
+        let boot_ids = (0..boot_ids)
             .map(|_| {
                 let target = r.u32()?;
                 r.u32()?;
-                Ok(Stamp { target, stamp: r.u64()? })
+                Ok(BootId { target, number: r.u64()? })
             })
             .collect::<Result<_>>()?;
         r.end()?;
-        Ok(DataReply { stable, version, epoch, len, sums, stamps })
+        Ok(DataReply { stable, version, epoch, len, sums, boot_ids })
     }
 }
 
@@ -677,7 +680,7 @@ mod tests {
             epoch: 3,
             len: 4,
             sums: vec![5],
-            stamps: vec![Stamp { target: 1, stamp: 2 }],
+            boot_ids: vec![BootId { target: 1, number: 2 }],
         };
         assert_eq!(DataReply::decode(&p.encode()).unwrap(), p);
         assert_eq!(DataReply::default().encode().len(), REPLY_HEAD);

@@ -47,6 +47,7 @@ const UNKNOWN_AGAIN: Duration = Duration::from_secs(60);
 const MORE: u64 = 64 << 20;
 const BACKGROUND_PAUSE: Duration = Duration::from_secs(10);
 
+/// Limits of a store.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Bytes of memory for cached blocks.
@@ -109,6 +110,7 @@ impl FjallStore {
         FjallStore::open_with(path, &Options::default())
     }
 
+    /// As [`FjallStore::open`], with other limits than the defaults.
     pub fn open_with(path: impl AsRef<Path>, options: &Options) -> Result<FjallStore> {
         let path = path.as_ref();
         let open = Some(Arc::new(Open::at(path, options)?));

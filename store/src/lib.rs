@@ -4,6 +4,9 @@
 //! implementations: [`fjall`](fjall_store) on disk, and [`mem`] in memory, which models a crash:
 //! what was not synced may be lost, but only a suffix of whole commits.
 
+#![warn(missing_docs)]
+#![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
+
 pub mod fjall_store;
 mod folder;
 mod journal;
@@ -29,18 +32,23 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Sets the value of a key.
     pub fn put(&mut self, key: impl Into<Bytes>, value: impl Into<Bytes>) {
         self.ops.push((key.into(), Some(value.into())));
     }
+    /// Removes a key; none is no error.
     pub fn delete(&mut self, key: impl Into<Bytes>) {
         self.ops.push((key.into(), None));
     }
+    /// Whether it changes nothing.
     pub fn is_empty(&self) -> bool {
         self.ops.is_empty()
     }
 }
 
+/// A key and its value.
 pub type Pair = (Bytes, Bytes);
+/// Pairs in key order; an error stands for one that cannot be read.
 pub type PairIter<'a> = Box<dyn Iterator<Item = Result<Pair>> + Send + 'a>;
 
 /// `EINVAL` for a key that no store can hold.
@@ -66,6 +74,7 @@ fn is_empty_range(from: Bound<&[u8]>, to: Bound<&[u8]>) -> bool {
 
 /// Reads common to a store and to a frozen view of it. Keys are ordered bytewise.
 pub trait Reader: Send + Sync {
+    /// The value of a key; `None`: it has none. `Corrupt`, `Io`: it cannot be read.
     fn get(&self, key: &[u8]) -> Result<Option<Bytes>>;
     /// Pairs in key order. Lazy: stop iterating when you have enough.
     fn range(&self, from: Bound<&[u8]>, to: Bound<&[u8]>) -> PairIter<'_>;
@@ -79,6 +88,7 @@ pub trait Reader: Send + Sync {
     }
 }
 
+/// A store that can be changed.
 pub trait MetaStore: Reader {
     /// Makes a batch visible, all or nothing. It survives the process at once, the machine after
     /// [`MetaStore::sync`]. `NoSpc` when the disk is full: nothing changed, reads still work, and a

@@ -61,6 +61,7 @@ struct Inner {
 }
 
 impl MemStore {
+    /// An empty store.
     pub fn new() -> MemStore {
         MemStore::default()
     }

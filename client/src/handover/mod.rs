@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 use strake_fabric::{Buf, Endpoint, KeptAt, Pool, REGION};
 use strake_proto::{
     ChainId, ChunkId, Ino, SessionId,
-    data::{Stamp, Version},
+    data::{BootId, Version},
     layout::Piece,
 };
 use strake_runtime::{Record, Records, SharedMemory};
@@ -70,11 +70,11 @@ const MOST_HANDLES: usize = 65_536;
 const MOST_INODES: usize = 65_536;
 const MOST_WRITES: usize = 131_072;
 /// Most copies of a chunk.
-const MOST_STAMPS: usize = 3;
+const MOST_BOOT_IDS: usize = 3;
 const REQUEST_WORDS: usize = 9;
 const HANDLE_WORDS: usize = 6;
 const INODE_WORDS: usize = 6;
-const WRITE_WORDS: usize = 16 + 2 * MOST_STAMPS;
+const WRITE_WORDS: usize = 16 + 2 * MOST_BOOT_IDS;
 
 const REQUESTS: usize = HEAD;
 const HANDLES: usize = REQUESTS + Records::size(REQUEST_WORDS, MOST_REQUESTS);
@@ -564,7 +564,7 @@ pub(crate) struct KeptWrite {
     pub session: SessionId,
     pub seq: u64,
     pub version: Version,
-    pub stamps: Vec<Stamp>,
+    pub boot_ids: Vec<BootId>,
     pub len: usize,
     /// `None`: the bytes are not kept, or it is a punch, which has none.
     pub at: Option<KeptAt>,
@@ -594,7 +594,7 @@ impl KeptWrite {
             session,
             seq: u64::from(owner.0) << 32 | u64::from(owner.1),
             version: Version::default(),
-            stamps: Vec::new(),
+            boot_ids: Vec::new(),
             len: bytes.len(),
             at: Some(bytes.kept()?),
             kind: WriteKind::Held,
@@ -611,7 +611,7 @@ impl KeptWrite {
             session,
             seq,
             version: Version::default(),
-            stamps: Vec::new(),
+            boot_ids: Vec::new(),
             len: p.len as usize,
             at: Some(place_of(bytes)?),
             kind: WriteKind::Sent,
@@ -638,21 +638,21 @@ impl KeptWrite {
             self.version.epoch,
         ]);
         w[9] = self.version.number;
-        w[10] = self.stamps.len() as u64;
+        w[10] = self.boot_ids.len() as u64;
         w[WRITE_LEN] = self.len as u64;
         if let Some(at) = self.at {
             w[12..15].copy_from_slice(&[at.block as u64, at.capacity as u64, at.start as u64]);
         }
         w[WRITE_KIND] = self.kind as u64;
-        for (i, s) in self.stamps.iter().take(MOST_STAMPS).enumerate() {
+        for (i, s) in self.boot_ids.iter().take(MOST_BOOT_IDS).enumerate() {
             w[16 + 2 * i] = u64::from(s.target);
-            w[17 + 2 * i] = s.stamp;
+            w[17 + 2 * i] = s.number;
         }
         w
     }
 
     fn read(r: &Record) -> KeptWrite {
-        let stamp = |i| Stamp { target: r.get(16 + 2 * i) as u32, stamp: r.get(17 + 2 * i) };
+        let boot_id = |i| BootId { target: r.get(16 + 2 * i) as u32, number: r.get(17 + 2 * i) };
         let (len, capacity) = (r.get(WRITE_LEN) as usize, r.get(13) as usize);
         let at = KeptAt { block: r.get(12) as usize, capacity, start: r.get(14) as usize, len };
         KeptWrite {
@@ -663,7 +663,7 @@ impl KeptWrite {
             session: r.get(6),
             seq: r.get(7),
             version: Version { epoch: r.get(8), number: r.get(9) },
-            stamps: (0..(r.get(10) as usize).min(MOST_STAMPS)).map(stamp).collect(),
+            boot_ids: (0..(r.get(10) as usize).min(MOST_BOOT_IDS)).map(boot_id).collect(),
             len,
             kind: match r.get(WRITE_KIND) {
                 0 => WriteKind::Unstable,
@@ -702,9 +702,9 @@ mod tests {
             session: 6,
             seq: 7,
             version: Version { epoch: 8, number: 9 },
-            stamps: vec![
-                Stamp { target: 1, stamp: 2 },
-                Stamp { target: u32::MAX, stamp: u64::MAX },
+            boot_ids: vec![
+                BootId { target: 1, number: 2 },
+                BootId { target: u32::MAX, number: u64::MAX },
             ],
             len: 100,
             at,

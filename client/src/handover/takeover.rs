@@ -241,7 +241,7 @@ impl Core {
             session: w.session,
             seq: w.seq,
             version: w.version,
-            stamps: w.stamps,
+            boot_ids: w.boot_ids,
             at_ms: 0,
             tag: Arc::new(Hold { inode, _room: room }),
             kept: Some(record),

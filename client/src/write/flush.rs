@@ -7,7 +7,7 @@ use futures_util::future::join_all;
 use strake_fabric::Message;
 use strake_proto::{
     ChainId, Code, Error, Ino, Result,
-    data::{DataRequest, FLAG_REPLAY, KEPT_WRITERS, Stamp},
+    data::{BootId, DataRequest, FLAG_REPLAY, KEPT_WRITERS},
     opcode,
 };
 use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit};
@@ -162,13 +162,13 @@ impl Updates {
                 ((e.tag.inode.clone(), e.chunk), u.mark())
             };
             let request = DataRequest::new(chain, 0, 0, sample.1);
-            let stamps = match self.send_flush(chain, &sample.0, request, at).await? {
+            let boot_ids = match self.send_flush(chain, &sample.0, request, at).await? {
                 Some(head) => [head],
                 None => continue,
             };
-            let lost = self.unstable.lock().flushed(chain, covered, &stamps);
+            let lost = self.unstable.lock().flushed(chain, covered, &boot_ids);
             for hold in lost.into_values() {
-                self.replay(chain, &hold.inode, &stamps, covered, at).await?;
+                self.replay(chain, &hold.inode, &boot_ids, covered, at).await?;
             }
             if at.left().is_zero() {
                 return Err(Error::new(
@@ -189,7 +189,7 @@ impl Updates {
         inode: &'a Inode,
         request: DataRequest,
         at: &'a mut Attempts,
-    ) -> BoxFuture<'a, Result<Option<Stamp>>> {
+    ) -> BoxFuture<'a, Result<Option<BootId>>> {
         Box::pin(async move {
             let (mut refused, mut new_caps) = (None, NewCaps::default());
             loop {
@@ -212,11 +212,11 @@ impl Updates {
                 let m = Message::new(opcode::FLUSH, Vec::new());
                 let e = match self.storage.to_head(&map, chain, m, request, None).await {
                     Ok((head, r, _)) => {
-                        match r.stamps.iter().find(|s| s.target == head && r.stable) {
+                        match r.boot_ids.iter().find(|s| s.target == head && r.stable) {
                             Some(s) => return Ok(Some(*s)),
                             None => {
                                 let m = format!(
-                                    "chain {chain} answered a flush without its head's stamp"
+                                    "chain {chain} answered a flush without its head's boot id"
                                 );
                                 return Err(Error::new(Code::Protocol, m));
                             }
@@ -251,14 +251,17 @@ impl Updates {
         self: &Arc<Self>,
         chain: ChainId,
         inode: &Arc<Inode>,
-        stamps: &[Stamp],
+        boot_ids: &[BootId],
         mark: u64,
         at: &mut Attempts,
     ) -> Result<()> {
         let _all = inode.ranges.lock_all().await;
         let (plan, bereft) = {
             let u = self.unstable.lock();
-            (u.plan(chain, inode.ino, mark, stamps), u.is_bereft(chain, inode.ino, mark, stamps))
+            (
+                u.plan(chain, inode.ino, mark, boot_ids),
+                u.is_bereft(chain, inode.ino, mark, boot_ids),
+            )
         };
         if bereft {
             inode.fail_loudly(
@@ -346,7 +349,7 @@ impl Updates {
                 session: p.session,
                 seq,
                 version: r.version,
-                stamps: r.stamps,
+                boot_ids: r.boot_ids,
                 at_ms: self.shared.env.boot().as_millis() as u64,
                 tag: p.tag,
             };

@@ -1,7 +1,7 @@
 //! Which written bytes are not yet known to be stable, and what to send again when a replica has
 //! restarted: pure bookkeeping.
 //!
-//! A write that is answered *unstable* is kept with the boot ids ([`Stamp`]) of the replicas that
+//! A write that is answered *unstable* is kept with the boot ids ([`BootId`]) of the replicas that
 //! have it. The answer to a flush of its chain has the boot ids of replicas that flushed
 //! (`flush.rs` uses only the head's). If one of them matches, the bytes were there and are now on
 //! disk, and the chain's other members agree with it. If none matches, the bytes may be lost and
@@ -15,7 +15,7 @@ use std::{
 
 use strake_proto::{
     ChainId, ChunkId, Ino,
-    data::{Stamp, Version},
+    data::{BootId, Version},
 };
 use strake_runtime::Record;
 
@@ -35,7 +35,7 @@ pub(crate) struct Entry<T> {
     pub session: u64,
     pub seq: u64,
     pub version: Version,
-    pub stamps: Vec<Stamp>,
+    pub boot_ids: Vec<BootId>,
     /// Milliseconds on the caller's clock.
     pub at_ms: u64,
     pub tag: Arc<T>,
@@ -55,7 +55,7 @@ impl<T> Entry<T> {
             session: e.session,
             seq: e.seq,
             version: e.version,
-            stamps: e.stamps.clone(),
+            boot_ids: e.boot_ids.clone(),
             len: e.data.span() as usize,
             at: place_of(e.data.bytes()),
             kind: if matches!(e.data, Content::Hole(_)) {
@@ -75,8 +75,8 @@ impl<T> Entry<T> {
     fn range(&self) -> Range<u64> {
         u64::from(self.offset)..u64::from(self.offset) + self.data.span()
     }
-    fn survives(&self, flushed: &[Stamp]) -> bool {
-        self.stamps.iter().any(|s| flushed.contains(s))
+    fn survives(&self, flushed: &[BootId]) -> bool {
+        self.boot_ids.iter().any(|s| flushed.contains(s))
     }
 }
 
@@ -189,12 +189,12 @@ impl<T> Unstable<T> {
         &mut self,
         chain: ChainId,
         mark: u64,
-        stamps: &[Stamp],
+        boot_ids: &[BootId],
     ) -> BTreeMap<Ino, Arc<T>> {
         let Some(c) = self.chains.get(&chain) else { return BTreeMap::new() };
         let lost: BTreeMap<Ino, Arc<T>> = c
             .range(..(mark, 0))
-            .filter(|(_, e)| !e.survives(stamps))
+            .filter(|(_, e)| !e.survives(boot_ids))
             .map(|(_, e)| (e.chunk.ino, e.tag.clone()))
             .collect();
         self.retain(chain, |order, e| order >= mark || lost.contains_key(&e.chunk.ino));
@@ -205,13 +205,13 @@ impl<T> Unstable<T> {
     /// so that they can be sent in any order. Bytes that survived are not replayed, since they may
     /// be newer. Neither are writes that were answered after the flush was sent: its answer says
     /// nothing about them, because the replica may have restarted since.
-    pub fn plan(&self, chain: ChainId, ino: Ino, mark: u64, stamps: &[Stamp]) -> Vec<Replay<T>> {
+    pub fn plan(&self, chain: ChainId, ino: Ino, mark: u64, boot_ids: &[BootId]) -> Vec<Replay<T>> {
         let mut covered: BTreeMap<ChunkId, Vec<Range<u64>>> = BTreeMap::new();
         let mut out = Vec::new();
         let Some(c) = self.chains.get(&chain) else { return out };
         for ((order, _), e) in c.iter().rev().filter(|(_, e)| e.chunk.ino == ino) {
             let above = covered.entry(e.chunk).or_default();
-            if *order < mark && !e.survives(stamps) {
+            if *order < mark && !e.survives(boot_ids) {
                 for r in subtract(e.range(), above) {
                     let skip = (r.start - u64::from(e.offset)) as usize;
                     out.push(Replay {
@@ -234,8 +234,8 @@ impl<T> Unstable<T> {
 
     /// Whether lost bytes of an inode on a chain exist nowhere any more: an earlier client had them
     /// outside of kept memory.
-    pub fn is_bereft(&self, chain: ChainId, ino: Ino, mark: u64, stamps: &[Stamp]) -> bool {
-        let lost = |e: &Entry<T>| e.chunk.ino == ino && e.data.span() == 0 && !e.survives(stamps);
+    pub fn is_bereft(&self, chain: ChainId, ino: Ino, mark: u64, boot_ids: &[BootId]) -> bool {
+        let lost = |e: &Entry<T>| e.chunk.ino == ino && e.data.span() == 0 && !e.survives(boot_ids);
         self.chains.get(&chain).is_some_and(|c| c.range(..(mark, 0)).any(|(_, e)| lost(e)))
     }
 
@@ -346,7 +346,7 @@ mod tests {
 
     const CHUNK: ChunkId = ChunkId { ino: 1, data: 1, index: 0 };
 
-    fn entry(offset: u32, byte: u8, len: usize, stamps: &[(u32, u64)]) -> Entry<()> {
+    fn entry(offset: u32, byte: u8, len: usize, boot_ids: &[(u32, u64)]) -> Entry<()> {
         Entry {
             chunk: CHUNK,
             offset,
@@ -359,9 +359,9 @@ mod tests {
             session: 1,
             seq: u64::from(byte),
             version: Version::default(),
-            stamps: stamps
+            boot_ids: boot_ids
                 .iter()
-                .map(|(target, stamp)| Stamp { target: *target, stamp: *stamp })
+                .map(|(target, number)| BootId { target: *target, number: *number })
                 .collect(),
             at_ms: 0,
             tag: Arc::new(()),
@@ -369,8 +369,8 @@ mod tests {
         }
     }
 
-    fn stamps(s: &[(u32, u64)]) -> Vec<Stamp> {
-        s.iter().map(|(target, stamp)| Stamp { target: *target, stamp: *stamp }).collect()
+    fn boot_ids(s: &[(u32, u64)]) -> Vec<BootId> {
+        s.iter().map(|(target, number)| BootId { target: *target, number: *number }).collect()
     }
 
     #[test]
@@ -379,12 +379,12 @@ mod tests {
         u.add(7, entry(0, 1, 10, &[(1, 100), (2, 200)]));
         let mark = u.mark();
         u.add(7, entry(0, 2, 10, &[(1, 100), (2, 200)]));
-        assert!(u.flushed(7, mark, &stamps(&[(2, 200), (3, 300)])).is_empty());
+        assert!(u.flushed(7, mark, &boot_ids(&[(2, 200), (3, 300)])).is_empty());
         assert_eq!(u.bytes(), 10, "what came after the mark is not covered");
         let mark = u.mark();
-        assert!(u.flushed(7, mark, &stamps(&[(1, 101), (2, 201)])).contains_key(&1));
+        assert!(u.flushed(7, mark, &boot_ids(&[(1, 101), (2, 201)])).contains_key(&1));
         assert!(u.pending(7, mark, Some(1)) && !u.pending(7, mark, Some(2)));
-        let plan = u.plan(7, 1, mark, &stamps(&[(1, 101)]));
+        let plan = u.plan(7, 1, mark, &boot_ids(&[(1, 101)]));
         assert_eq!((plan.len(), plan[0].seq), (1, Some(2)));
         u.replayed(7, 1, mark);
         assert_eq!((u.bytes(), u.pending(7, u64::MAX, None)), (0, false));
@@ -399,17 +399,17 @@ mod tests {
         u.add(7, entry(0, 1, 10, &[(1, 1)]));
         let mark = u.mark();
         u.add(7, entry(20, 2, 10, &[(1, 2)]));
-        assert!(u.flushed(7, mark, &stamps(&[(1, 2)])).contains_key(&1));
+        assert!(u.flushed(7, mark, &boot_ids(&[(1, 2)])).contains_key(&1));
         u.add(7, entry(25, 3, 10, &[(1, 3)]));
-        let planned = |u: &Unstable<()>, mark, stamps: &[Stamp]| -> Vec<(u32, u64)> {
-            u.plan(7, 1, mark, stamps).iter().map(|p| (p.offset, p.data.span())).collect()
+        let planned = |u: &Unstable<()>, mark, boot_ids: &[BootId]| -> Vec<(u32, u64)> {
+            u.plan(7, 1, mark, boot_ids).iter().map(|p| (p.offset, p.data.span())).collect()
         };
-        assert_eq!(planned(&u, mark, &stamps(&[(1, 2)])), [(0, 10)]);
+        assert_eq!(planned(&u, mark, &boot_ids(&[(1, 2)])), [(0, 10)]);
         u.replayed(7, 1, mark);
         let mark = u.mark();
-        assert!(u.flushed(7, mark, &stamps(&[(1, 3)])).contains_key(&1));
+        assert!(u.flushed(7, mark, &boot_ids(&[(1, 3)])).contains_key(&1));
         assert_eq!(
-            planned(&u, mark, &stamps(&[(1, 3)])),
+            planned(&u, mark, &boot_ids(&[(1, 3)])),
             [(20, 5)],
             "without what was written over it"
         );
@@ -484,8 +484,8 @@ mod tests {
     }
 
     impl Server {
-        fn stamp(&self) -> Stamp {
-            Stamp { target: 1, stamp: self.life }
+        fn boot_id(&self) -> BootId {
+            BootId { target: 1, number: self.life }
         }
         fn flush(&mut self) {
             self.durable = (self.bytes.clone(), self.seqs.clone());
@@ -506,16 +506,16 @@ mod tests {
             known
         }
         /// Replays as `flush.rs` does, with numbers from `seq` on for parts.
-        fn replay(&mut self, u: &mut Unstable<()>, mark: u64, stamp: Stamp, mut seq: u64) {
+        fn replay(&mut self, u: &mut Unstable<()>, mark: u64, boot_id: BootId, mut seq: u64) {
             let mut again = Vec::new();
-            for p in u.plan(3, 1, mark, &[stamp]) {
+            for p in u.plan(3, 1, mark, &[boot_id]) {
                 seq += 1;
                 let number = p.seq.unwrap_or(seq);
                 if !self.update(number, p.offset, &p.data) {
                     let e = entry(p.offset, 1, 0, &[]);
                     again.push((
                         p.order,
-                        Entry { data: p.data, seq: number, stamps: vec![self.stamp()], ..e },
+                        Entry { data: p.data, seq: number, boot_ids: vec![self.boot_id()], ..e },
                     ));
                 }
             }
@@ -553,7 +553,7 @@ mod tests {
             }
             let all: usize = first.iter().chain(&second).filter(|(.., punch)| !punch).map(|(_, n, _)| n).sum();
             prop_assert_eq!(u.bytes(), all as u64);
-            let now = stamps(&[(1, 2)]);
+            let now = boot_ids(&[(1, 2)]);
             let mark = u.mark();
             u.flushed(3, mark, &now);
             for p in u.plan(3, 1, mark, &now) {
@@ -577,7 +577,7 @@ mod tests {
         ) {
             let mut s = Server::default();
             let (mut u, mut want) = (Unstable::default(), vec![0u8; 72]);
-            let (mut asked, mut lost): (Option<u64>, Option<(u64, Stamp)>) = (None, None);
+            let (mut asked, mut lost): (Option<u64>, Option<(u64, BootId)>) = (None, None);
             for (i, (what, at, n)) in steps.iter().enumerate() {
                 let byte = i as u8 + 1;
                 match what {
@@ -585,7 +585,7 @@ mod tests {
                         want[*at as usize..*at as usize + n].fill(byte);
                         let mut e = entry(*at, byte, *n, &[]);
                         s.update(e.seq, e.offset, &e.data);
-                        e.stamps = vec![s.stamp()];
+                        e.boot_ids = vec![s.boot_id()];
                         u.add(3, e);
                     }
                     4 => s.restart(),
@@ -593,25 +593,25 @@ mod tests {
                     6 => {
                         if let Some(mark) = asked.take() {
                             s.flush();
-                            lost = (!u.flushed(3, mark, &[s.stamp()]).is_empty()).then_some((mark, s.stamp()));
+                            lost = (!u.flushed(3, mark, &[s.boot_id()]).is_empty()).then_some((mark, s.boot_id()));
                         }
                     }
                     7 => {
-                        if let Some((mark, stamp)) = lost.take() {
-                            s.replay(&mut u, mark, stamp, 1000 * (i as u64 + 1));
+                        if let Some((mark, boot_id)) = lost.take() {
+                            s.replay(&mut u, mark, boot_id, 1000 * (i as u64 + 1));
                         }
                     }
                     _ => {}
                 }
             }
-            if let Some((mark, stamp)) = lost {
-                s.replay(&mut u, mark, stamp, 1_000_000);
+            if let Some((mark, boot_id)) = lost {
+                s.replay(&mut u, mark, boot_id, 1_000_000);
             }
             while u.pending(3, u64::MAX, None) {
                 let mark = u.mark();
                 s.flush();
-                if !u.flushed(3, mark, &[s.stamp()]).is_empty() {
-                    s.replay(&mut u, mark, s.stamp(), 2_000_000);
+                if !u.flushed(3, mark, &[s.boot_id()]).is_empty() {
+                    s.replay(&mut u, mark, s.boot_id(), 2_000_000);
                 }
             }
             s.restart();

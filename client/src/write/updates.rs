@@ -330,7 +330,7 @@ impl Updates {
             session,
             seq,
             version: r.version,
-            stamps: r.stamps.clone(),
+            boot_ids: r.boot_ids.clone(),
             at_ms: self.shared.env.boot().as_millis() as u64,
             tag: Arc::new(Hold { inode: inode.clone(), _room: room }),
         };

@@ -11,7 +11,7 @@ use strake_fabric::{Buf, Endpoint, Message, Peer, Service};
 use strake_proto::{
     CapKey, Capability, Code, Error, Result, Rights,
     checksum::block_sums,
-    data::{Clock, DataReply, DataRequest, Extent, Extents, Kind, Stamp, Version},
+    data::{BootId, Clock, DataReply, DataRequest, Extent, Extents, Kind, Version},
     opcode,
     pb::{self, ReplicaState, op::Op},
 };
@@ -147,9 +147,14 @@ fn result(op: &pb::Op) -> pb::OpResult {
 fn data(m: &Message) -> Result<(Vec<u8>, Vec<Buf>)> {
     let q = DataRequest::decode(&m.body).expect("the client's own");
     let version = Version { epoch: 1, number: 1 };
-    let stamps = vec![Stamp { target: q.target, stamp: 1 }];
-    let mut r =
-        DataReply { stable: q.kind == Kind::None, version, epoch: 1, stamps, ..Default::default() };
+    let boot_ids = vec![BootId { target: q.target, number: 1 }];
+    let mut r = DataReply {
+        stable: q.kind == Kind::None,
+        version,
+        epoch: 1,
+        boot_ids,
+        ..Default::default()
+    };
     let mut payload = Vec::new();
     if m.opcode == opcode::READ {
         let bytes = vec![0x5a; q.len.min(65_536) as usize];
@@ -220,8 +225,8 @@ fn strange(i: &mut Input, op: u16, mut body: Vec<u8>, mut payload: Vec<Buf>) -> 
                 epoch: i.number(),
                 len: i.number() as u32,
                 sums: vec![i.u32(); n],
-                stamps: (0..i.u8() % 4)
-                    .map(|_| Stamp { target: i.number() as u32, stamp: i.number() })
+                boot_ids: (0..i.u8() % 4)
+                    .map(|_| BootId { target: i.number() as u32, number: i.number() })
                     .collect(),
             };
             body = r.encode().to_vec();

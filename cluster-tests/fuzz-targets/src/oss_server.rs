@@ -23,7 +23,7 @@ use strake_oss::{
 use strake_proto::{
     CapKey, Capability, ChunkId, Code, Error, Result, Rights,
     checksum::block_sums,
-    data::{DataReply, DataRequest, Kind, Stamp, Version, Writer},
+    data::{BootId, DataReply, DataRequest, Kind, Version, Writer},
     map::MapView,
     opcode,
     pb::{self, ReplicaState},
@@ -99,7 +99,7 @@ fn chain(i: &mut Input) -> pb::Chain {
 }
 
 fn core(i: &mut Input) {
-    let mut core = ChainCore::new(1, Stamp { target: 0, stamp: i.u64() }, i.number());
+    let mut core = ChainCore::new(1, BootId { target: 0, number: i.u64() }, i.number());
     let mut store = Store::default();
     let mut next = 0;
     let mut outputs = Vec::new();
@@ -137,7 +137,7 @@ fn core(i: &mut Input) {
             7 | 8 => ChainInput::Answer {
                 op,
                 attempt,
-                result: result(i, vec![Stamp { target: 1, stamp: 1 }]),
+                result: result(i, vec![BootId { target: 1, number: 1 }]),
             },
             9 => ChainInput::Pushed { op, attempt, result: result(i, ()) },
             10 => ChainInput::Retry { op, attempt },

@@ -52,7 +52,10 @@ fn small(bytes: &[u8]) {
         assert_eq!(decode_hex(&again), Some(key));
     }
     if let Ok(id) = TransportId::parse(text) {
-        assert_eq!(TransportId::parse(&id.to_string()).expect("its own text").way, id.way);
+        assert_eq!(
+            TransportId::parse(&id.to_string()).expect("its own text").transport,
+            id.transport
+        );
     }
     let mut identify = [0; IDENTIFY];
     let n = bytes.len().min(IDENTIFY);

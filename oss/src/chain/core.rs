@@ -1,54 +1,28 @@
 //! The state machine of one replica of one chain.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
-    ops::RangeInclusive,
-};
+use std::{collections::BTreeMap, ops::RangeInclusive};
 
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Result, SessionId,
-    data::{Stamp, Version, Writer},
+    data::{BootId, Version, Writer},
     pb::ReplicaState,
 };
 
 use super::{
     Committed, Input, Local, MAX_QUEUE, Op, OpId, Outcome, Output, View, What,
+    epoch_memory::EpochMemory,
     rows::{Epoch, Event, Progress, Reads},
     slot::{Current, Due, Next, Refusal, Slot, Staging, Update},
 };
 
-/// Most chunks for which the replica remembers a refused version. For other chunks a late copy of a
-/// refused update may be taken.
-const KEPT_SPENT: usize = 4096;
-
-/// Most refusals that the head remembers.
-const KEPT_REFUSALS: usize = 1024;
-
-/// Most ids of removed data that a replica remembers.
-pub(super) const KEPT_GONE: usize = 8192;
-
-/// A client's update that was refused for good.
-#[derive(Clone, Debug, Hash)]
-struct Refused {
-    session: u64,
-    seq: u64,
-    code: Code,
-    message: String,
-}
-
-/// A version that was refused for good. Other replicas may have been asked to make it, and a copy
-/// of that request may still be in flight.
-#[derive(Clone, Copy, Debug, Hash)]
-struct Spent {
-    version: Version,
-    code: Code,
-}
-
+/// The state machine of one target's part in one chain. It does no I/O and has no clock: what it
+/// depends on comes as [`Input`], what is to be done goes out as [`Output`].
 #[derive(Clone, Debug, Hash)]
 pub struct ChainCore {
     chain: ChainId,
-    me: Stamp,
-    /// The target's start stamp; `me.stamp` also changes whenever this replica falls out of sync.
+    me: BootId,
+    /// The number of the target's start; `me.number` also changes whenever this replica falls out of
+    /// sync.
     life: u64,
     view: View,
     /// Epochs up to this one are about an earlier run of this target.
@@ -60,18 +34,8 @@ pub struct ChainCore {
     slots: BTreeMap<ChunkId, Slot>,
     /// Chunk of each operation that is in a slot.
     ops: BTreeMap<OpId, ChunkId>,
-    /// The last refusals of this epoch. A client that was told of a refusal goes on and may write
-    /// something newer there, which a late copy of the refused request must not overwrite. Copies
-    /// from other epochs are refused for their epoch.
-    refused: VecDeque<Refused>,
-    /// The newest refused version of each chunk in this epoch, until something newer is committed.
-    /// The head gives no other update that version; the other replicas take no update with it.
-    spent: BTreeMap<ChunkId, Spent>,
-    /// The newest round of each session from which an update came in this epoch; never 0. Updates
-    /// that the client gave up have an older round.
-    rounds: BTreeMap<SessionId, u64>,
-    /// Data removed for good in this epoch, the latest ones: by data id, and in order.
-    gone: (BTreeSet<u64>, VecDeque<u64>),
+    /// What was refused, given up and removed in this epoch.
+    memory: EpochMemory,
 }
 
 fn refuse(op: OpId, code: Code, message: String) -> Output {
@@ -81,34 +45,33 @@ fn refuse(op: OpId, code: Code, message: String) -> Output {
 impl ChainCore {
     /// `stale_through`: the chain's epoch in the map that this target registered with, if the
     /// target was in the chain then.
-    pub fn new(chain: ChainId, me: Stamp, stale_through: u64) -> ChainCore {
+    pub fn new(chain: ChainId, me: BootId, stale_through: u64) -> ChainCore {
         ChainCore {
             chain,
             me,
-            life: me.stamp,
+            life: me.number,
             view: View::outside(0),
             stale_through,
             confirmed: false,
             failed: None,
             slots: BTreeMap::new(),
             ops: BTreeMap::new(),
-            refused: VecDeque::new(),
-            spent: BTreeMap::new(),
-            rounds: BTreeMap::new(),
-            gone: Default::default(),
+            memory: EpochMemory::default(),
         }
     }
 
+    /// What this replica knows of its chain now.
     pub fn view(&self) -> &View {
         &self.view
     }
 
-    /// The stamp that acknowledgements carry. An unchanged stamp means that this replica stayed in
+    /// The boot id that acknowledgements carry. An unchanged one means that this replica stayed in
     /// sync without a restart, and so still has everything it committed.
-    pub fn stamp(&self) -> Stamp {
+    pub fn boot_id(&self) -> BootId {
         self.me
     }
 
+    /// Whether this target cannot store what its successor has. It then serves nothing of the chain.
     pub fn failed(&self) -> bool {
         self.failed.is_some()
     }
@@ -145,22 +108,16 @@ impl ChainCore {
     /// client writes the data any more. But late copies of old writes may arrive, and no chunk is
     /// left that recognizes them. Copies from another epoch are refused for their epoch.
     pub fn data_is_gone(&mut self, data: u64) {
-        let (known, order) = &mut self.gone;
-        if known.insert(data) {
-            order.push_back(data);
-        }
-        if order.len() > KEPT_GONE
-            && let Some(oldest) = order.pop_front()
-        {
-            known.remove(&oldest);
-        }
+        self.memory.data_is_gone(data);
     }
 
     /// Whether [`ChainCore::data_is_gone`] was called for this data in this epoch.
     pub fn is_gone(&self, data: u64) -> bool {
-        self.gone.0.contains(&data)
+        self.memory.is_gone(data)
     }
 
+    /// Takes an input. Returns what is to be done because of it, in this order. `local`: the
+    /// committed chunks.
     pub fn handle(&mut self, input: Input, local: &mut dyn Local) -> Vec<Output> {
         let mut out = Vec::new();
         match input {
@@ -282,10 +239,7 @@ impl ChainCore {
         let was_serving = self.view.serving();
         self.confirmed = view.serving() && (view.head || (was_serving && self.confirmed));
         self.view = view;
-        self.refused.clear();
-        self.spent.clear();
-        self.rounds.clear();
-        self.gone = Default::default();
+        self.memory = EpochMemory::default();
         if let Some(to) = self.view.serving_successor() {
             out.push(Output::Greet { to, epoch: self.view.epoch });
         }
@@ -293,7 +247,7 @@ impl ChainCore {
             matches!(self.view.state, ReplicaState::ReplicaServing | ReplicaState::ReplicaLastsrv);
         if !keeps {
             // A source that lacks some of the committed data may overwrite it.
-            self.me.stamp = self.life ^ self.view.epoch.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            self.me.number = self.life ^ self.view.epoch.wrapping_mul(0x9e37_79b9_7f4a_7c15);
             // A resync brings what was missing for lack of space, once there is space.
             self.failed.take_if(|why| *why == Code::NoSpc);
         }
@@ -329,6 +283,18 @@ impl ChainCore {
             let op = u.op;
             self.advance(op, local, out);
         }
+        debug_assert!(
+            self.slots.values().all(|s| s.queue.is_empty()),
+            "operations of an earlier epoch wait"
+        );
+        debug_assert!(
+            keeps
+                || self.slots.values().all(|s| match &s.current {
+                    Some(Current::Update(u)) => u.dropped,
+                    _ => true,
+                }),
+            "a replica out of sync keeps an update that may still be committed"
+        );
     }
 
     // --- into the slot
@@ -342,7 +308,7 @@ impl ChainCore {
             return;
         }
         if let What::Client { session, round, .. } = op.what
-            && self.is_late(session, round)
+            && self.memory.is_late(session, round)
         {
             Event::ClientLate.taken();
             let m = format!(
@@ -396,6 +362,7 @@ impl ChainCore {
             }
         }
         slot.queue.push_back(op);
+        debug_assert!(slot.queue.len() <= MAX_QUEUE);
         if slot.current.is_none() {
             self.next_in_queue(chunk, local, out);
         }
@@ -420,19 +387,8 @@ impl ChainCore {
         if !(self.view.serving() && self.view.head) {
             return Err(self.not_serving("is flushed at its head, not here"));
         }
-        self.is_late(session, round);
+        self.memory.is_late(session, round);
         Ok(())
-    }
-
-    /// Whether the session has begun a newer round since this update was sent. An update already
-    /// queued before the newer round's first update is not late: it is applied before that one.
-    fn is_late(&mut self, session: SessionId, round: u64) -> bool {
-        match self.rounds.get(&session) {
-            Some(newest) if round < *newest => return true,
-            None if round == 0 => {}
-            _ => drop(self.rounds.insert(session, round)),
-        }
-        false
     }
 
     fn next_in_queue(&mut self, chunk: ChunkId, local: &mut dyn Local, out: &mut Vec<Output>) {
@@ -451,6 +407,19 @@ impl ChainCore {
 
     /// Gives the free slot to an operation, or answers it at once.
     fn start(&mut self, op: Op, local: &mut dyn Local, out: &mut Vec<Output>) {
+        // A new epoch empties the queues, so an operation starts where it was allowed to enter.
+        debug_assert!(
+            match op.what {
+                What::Client { .. } => self.view.serving() && self.view.head,
+                What::Forward { .. } => !self.view.head,
+                What::Hold => true,
+            },
+            "an operation starts at a replica that may not take it"
+        );
+        debug_assert!(
+            self.slots.get(&op.chunk).is_none_or(|s| s.current.is_none()),
+            "a chunk has one operation in its slot at a time"
+        );
         let current = match op.what {
             What::Hold => {
                 Event::HoldGranted.taken();
@@ -495,9 +464,9 @@ impl ChainCore {
             Event::ClientKnown.taken();
             return Err(Outcome::Known { version: w.version });
         }
-        if let Some(r) = self.refused.iter().find(|r| r.session == session && r.seq == seq) {
+        if let Some(e) = self.memory.refusal_of(session, seq) {
             Event::ClientRefused.taken();
-            return Err(Outcome::Refused(Error::new(r.code, r.message.clone())));
+            return Err(Outcome::Refused(e));
         }
         if let Some(first) = replay
             && (!reaches_back(&now, first)
@@ -513,12 +482,13 @@ impl ChainCore {
         let epoch = self.view.epoch;
         // A version that a successor was asked to make and refused may reach it once more, so it is
         // never given to another update.
-        let spent = self
-            .spent
-            .get(&op.chunk)
-            .filter(|s| s.version.epoch == epoch)
-            .map_or(0, |s| s.version.number);
+        let spent = self.memory.spent_version(&op.chunk).filter(|v| v.epoch == epoch);
+        let spent = spent.map_or(0, |v| v.number);
         let version = Version { epoch, number: now.version.number.max(spent).saturating_add(1) };
+        debug_assert!(
+            version.number > now.version.number.max(spent) || version.number == u64::MAX,
+            "a version names one update"
+        );
         Event::ClientStarts.taken();
         Ok(Update::new(op, version, now.version, Writer { session, seq, version }))
     }
@@ -535,7 +505,7 @@ impl ChainCore {
         let now = match local.committed(&op.chunk) {
             Ok(c) => c.version,
             Err(e) => {
-                self.spend(op.chunk, version, &e);
+                self.memory.spend(op.chunk, version, &e);
                 return Err(Outcome::Refused(e));
             }
         };
@@ -547,10 +517,10 @@ impl ChainCore {
             Event::ForwardForgotten.taken();
             return Err(Outcome::Known { version });
         }
-        if let Some(s) = self.spent.get(&op.chunk).filter(|s| version <= s.version) {
+        if let Some(code) = self.memory.refused_version(&op.chunk, version) {
             Event::ForwardRefused.taken();
             let m = format!("version {version:?} of chunk {} was refused here before", op.chunk);
-            return Err(Outcome::Refused(Error::new(s.code, m)));
+            return Err(Outcome::Refused(Error::new(code, m)));
         }
         if now != prev {
             Event::ForwardGap.taken();
@@ -559,20 +529,6 @@ impl ChainCore {
         }
         Event::ForwardStarts.taken();
         Ok(Update::new(op, version, prev, writer))
-    }
-
-    /// Remembers a refused version that other replicas may have been asked for, too. Refusals after
-    /// which the sender asks again are not remembered.
-    fn spend(&mut self, chunk: ChunkId, version: Version, e: &Error) {
-        if Refusal::of(e.code) != Refusal::Final
-            || self.spent.get(&chunk).is_some_and(|s| version <= s.version)
-        {
-            return;
-        }
-        if self.spent.len() >= KEPT_SPENT && !self.spent.contains_key(&chunk) {
-            self.spent.pop_first(); // of the oldest file
-        }
-        self.spent.insert(chunk, Spent { version, code: e.code });
     }
 
     // --- through the slot
@@ -591,14 +547,14 @@ impl ChainCore {
                 let (attempt, version, prev) = (u.attempt, u.version, u.prev);
                 out.push(Output::Forward { op, attempt, to, epoch: view.epoch, version, prev });
             }
-            Due::Commit(behind) => match local.commit(op, u.version, u.writer) {
+            Due::Commit(behind) => match u.commit(op, local) {
                 Ok(()) => {
                     let version = u.version;
-                    self.spent.remove(&chunk);
-                    let stamps: Vec<Stamp> = std::iter::once(me).chain(behind).collect();
+                    self.memory.committed(&chunk);
+                    let boot_ids: Vec<BootId> = std::iter::once(me).chain(behind).collect();
                     self.finish(
                         chunk,
-                        || Outcome::Applied { version, stamps: stamps.clone() },
+                        || Outcome::Applied { version, boot_ids: boot_ids.clone() },
                         local,
                         out,
                     );
@@ -612,7 +568,7 @@ impl ChainCore {
                 let (writer, told) = (u.writer, u.exposed || !view.head);
                 self.remember(writer, &e);
                 if told {
-                    self.spend(chunk, writer.version, &e);
+                    self.memory.spend(chunk, writer.version, &e);
                 }
                 self.finish(chunk, || Outcome::Refused(e.clone()), local, out);
             }
@@ -651,14 +607,10 @@ impl ChainCore {
     }
 
     /// Remembers that a client's update was refused, unless the client may retry it.
-    fn remember(&mut self, Writer { session, seq, .. }: Writer, e: &Error) {
-        if session == 0 || !self.view.head || e.is_retryable() {
-            return;
+    fn remember(&mut self, writer: Writer, e: &Error) {
+        if writer.session != 0 && self.view.head && !e.is_retryable() {
+            self.memory.refused(writer.session, writer.seq, e);
         }
-        if self.refused.len() >= KEPT_REFUSALS {
-            self.refused.pop_front();
-        }
-        self.refused.push_back(Refused { session, seq, code: e.code, message: e.message.clone() });
     }
 
     fn fail(&mut self, reason: Error, out: &mut Vec<Output>) {
@@ -672,7 +624,7 @@ impl ChainCore {
         &mut self,
         op: OpId,
         attempt: u32,
-        result: Result<Vec<Stamp>>,
+        result: Result<Vec<BootId>>,
         local: &mut dyn Local,
         out: &mut Vec<Output>,
     ) {
@@ -685,11 +637,11 @@ impl ChainCore {
             return;
         };
         let error = match result {
-            Ok(stamps) => {
+            Ok(boot_ids) => {
                 if matches!(u.staging, Staging::Pending) {
                     Progress::AnsweredFirst.taken();
                 }
-                u.next = Next::Done(stamps);
+                u.next = Next::Done(boot_ids);
                 return self.advance(op, local, out);
             }
             Err(e) => e,

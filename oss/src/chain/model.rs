@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use strake_proto::{
     ChunkId, Code, Error, Result,
-    data::{Stamp, Version},
+    data::{BootId, Version},
     layout::splitmix64,
     pb::{self, ReplicaState},
 };
@@ -87,7 +87,7 @@ enum Msg {
         life: u64,
         op: OpId,
         attempt: u32,
-        result: Result<Vec<Stamp>>,
+        result: Result<Vec<BootId>>,
     },
     Greet {
         to: usize,
@@ -113,7 +113,7 @@ enum Msg {
         client: usize,
         value: u64,
         losses: u64,
-        result: Result<(Version, Vec<Stamp>, bool)>,
+        result: Result<(Version, Vec<BootId>, bool)>,
     },
 }
 
@@ -495,7 +495,7 @@ impl Cluster {
             self.r[i].ctx.remove(&op); // its staging continues
         }
         let result = match outcome {
-            Outcome::Applied { version, stamps } => Ok((version, stamps, false)),
+            Outcome::Applied { version, boot_ids } => Ok((version, boot_ids, false)),
             Outcome::Known { version } => self.flush_from(i).map(|s| (version, s, true)),
             Outcome::Granted => return self.granted(i, op, ctx, life),
             Outcome::Refused(e) => Err(e),
@@ -584,18 +584,18 @@ impl Cluster {
     }
 
     /// A flush of a replica and all behind it, in one step.
-    fn flush_from(&mut self, i: usize) -> Result<Vec<Stamp>> {
-        let (mut at, epoch, mut stamps) = (i, self.r[i].core.view().epoch, Vec::new());
+    fn flush_from(&mut self, i: usize) -> Result<Vec<BootId>> {
+        let (mut at, epoch, mut boot_ids) = (i, self.r[i].core.view().epoch, Vec::new());
         loop {
             if !self.r[at].leased || (at != i && self.rand(10) == 0) {
                 return Err(err(Code::Disconnected));
             }
             self.r[at].core.check_member(epoch)?;
             self.flush(at);
-            stamps.push(self.r[at].core.stamp());
+            boot_ids.push(self.r[at].core.boot_id());
             match self.r[at].core.view().successor {
                 Some((s, _)) => at = s as usize,
-                None => return Ok(stamps),
+                None => return Ok(boot_ids),
             }
         }
     }
@@ -750,7 +750,7 @@ impl Cluster {
 fn fresh(i: usize, life: u64, stale_through: u64, durable: BTreeMap<ChunkId, Chunk>) -> Replica {
     Replica {
         life,
-        core: ChainCore::new(CHAIN, Stamp { target: i as u32, stamp: life }, stale_through),
+        core: ChainCore::new(CHAIN, BootId { target: i as u32, number: life }, stale_through),
         store: Store { chunks: durable.clone(), values: BTreeMap::new() },
         durable,
         ctx: BTreeMap::new(),

@@ -3,12 +3,12 @@
 use std::collections::VecDeque;
 
 use strake_proto::{
-    Code, Error, TargetId,
-    data::{Stamp, Version, Writer},
+    Code, Error, Result, TargetId,
+    data::{BootId, Version, Writer},
 };
 
 use super::{
-    Op, OpId, View,
+    Local, Op, OpId, View,
     rows::{Progress, Reads},
 };
 
@@ -58,7 +58,7 @@ pub(crate) enum Next {
     Pushing,
     /// Asked without success; to be asked again after a pause.
     Paused,
-    Done(Vec<Stamp>),
+    Done(Vec<BootId>),
     Refused(Error),
 }
 
@@ -88,7 +88,7 @@ pub(crate) struct Update {
 pub(crate) enum Due {
     Wait,
     Forward(TargetId),
-    Commit(Vec<Stamp>),
+    Commit(Vec<BootId>),
     Refuse(Error),
     /// The successor has the update and this replica cannot store it.
     Fail(Error),
@@ -129,8 +129,8 @@ impl Update {
             }
             (Staging::Pending, _, _) => return Due::Wait,
             (Staging::Ok, _, None) => (Progress::CommitLast, Due::Commit(Vec::new())),
-            (Staging::Ok, Next::Done(stamps), Some(_)) => {
-                (Progress::CommitAnswered, Due::Commit(std::mem::take(stamps)))
+            (Staging::Ok, Next::Done(boot_ids), Some(_)) => {
+                (Progress::CommitAnswered, Due::Commit(std::mem::take(boot_ids)))
             }
             (Staging::Ok, Next::Idle, Some(s)) => (Progress::Forward, Due::Forward(s)),
             (Staging::Ok, Next::Refused(e), Some(_)) => (Progress::Refused, Due::Refuse(e.clone())),
@@ -160,6 +160,15 @@ impl Update {
         };
         row.taken();
         due
+    }
+
+    /// Makes the update visible here.
+    pub(crate) fn commit(&self, op: OpId, local: &mut dyn Local) -> Result<()> {
+        assert!(
+            matches!(self.staging, Staging::Ok) && !self.dropped,
+            "an update is committed that is not stored here, or was refused"
+        );
+        local.commit(op, self.version, self.writer)
     }
 
     /// Forgets the exchange with the successor of the epoch before.

@@ -52,7 +52,7 @@ fn view(epoch: u64, replicas: &[(u32, ReplicaState)]) -> View {
 
 impl One {
     fn new(replicas: &[(u32, ReplicaState)]) -> One {
-        let core = ChainCore::new(1, Stamp { target: 5, stamp: 55 }, 0);
+        let core = ChainCore::new(1, BootId { target: 5, number: 55 }, 0);
         let mut one = One { core, mem: Mem::default() };
         one.go(Input::View(view(3, replicas)));
         one.core.heard_predecessor(3);
@@ -68,8 +68,8 @@ impl One {
             Output::Push { op, to, .. } => format!("push {op} to {to}"),
             Output::RetryLater { op, .. } => format!("later {op}"),
             Output::Done { op, outcome } => match outcome {
-                Outcome::Applied { version, stamps } => {
-                    format!("applied {op} n{} x{}", version.number, stamps.len())
+                Outcome::Applied { version, boot_ids } => {
+                    format!("applied {op} n{} x{}", version.number, boot_ids.len())
                 }
                 Outcome::Known { version } => format!("known {op} n{}", version.number),
                 Outcome::Granted => format!("granted {op}"),
@@ -94,7 +94,7 @@ impl One {
         self.go(Input::Staged { op, result: code.map_or(Ok(()), |c| Err(Error::new(c, "test"))) })
     }
     fn answer(&mut self, op: OpId, attempt: u32, code: Option<Code>) -> Vec<String> {
-        let ok = vec![Stamp { target: 6, stamp: 66 }];
+        let ok = vec![BootId { target: 6, number: 66 }];
         self.go(Input::Answer {
             op,
             attempt,
@@ -157,7 +157,7 @@ fn copies_that_come_after_their_data_was_removed_make_no_chunk() {
     assert_eq!(tail.go(removal(3, 2, v(2, 7))), ["stage 3"]);
     // Only the latest ones are remembered, up to a limit, and none in a newer epoch, which refuses
     // older requests anyway.
-    for data in 100..100 + super::core::KEPT_GONE as u64 {
+    for data in 100..100 + super::epoch_memory::KEPT_GONE as u64 {
         r.core.data_is_gone(data);
     }
     assert_eq!(r.client(6, 3, true), ["stage 6"]);
@@ -386,7 +386,7 @@ fn reads_are_answered_where_bytes_are_known_to_be_committed() {
 #[test]
 fn an_epoch_of_a_former_life_does_not_count() {
     let mut r =
-        One { core: ChainCore::new(1, Stamp { target: 5, stamp: 1 }, 3), mem: Mem::default() };
+        One { core: ChainCore::new(1, BootId { target: 5, number: 1 }, 3), mem: Mem::default() };
     r.go(Input::View(view(3, ALONE)));
     assert_eq!(r.client(1, 1, true), ["refused 1 NotServing"]);
     r.go(Input::View(view(4, ALONE)));

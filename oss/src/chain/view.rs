@@ -6,20 +6,25 @@ use strake_proto::{
     pb::{self, ReplicaState},
 };
 
+/// A chain in one epoch, as one replica sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct View {
+    /// The chain's epoch, which grows with each change of its replicas.
     pub epoch: u64,
     /// This replica's state; `ReplicaUnknown` when it is not in the chain.
     pub state: ReplicaState,
+    /// Whether this replica is the first SERVING one, where updates enter.
     pub head: bool,
     /// The last SERVING replica: it answers reads of chunks that are being changed.
     pub tail: bool,
+    /// The next replica that takes updates, and its state.
     pub successor: Option<(TargetId, ReplicaState)>,
     /// SERVING replicas, head to tail.
     pub serving: Vec<TargetId>,
 }
 
 impl View {
+    /// The view of target `me`.
     pub fn of(chain: &pb::Chain, me: TargetId) -> View {
         let state = chain.state_of(me).unwrap_or(ReplicaState::ReplicaUnknown);
         let takes_part =
@@ -46,6 +51,7 @@ impl View {
         }
     }
 
+    /// Whether this replica is in sync.
     pub fn serving(&self) -> bool {
         self.state == ReplicaState::ReplicaServing
     }

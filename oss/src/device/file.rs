@@ -17,6 +17,7 @@ use super::{
 /// Most operations at a time.
 const DEPTH: usize = 64;
 
+/// A file, block device or namespace through plain system calls on tokio's blocking threads.
 pub struct FileDevice {
     node: Arc<Node>,
     depth: Arc<Semaphore>,
@@ -28,6 +29,7 @@ pub struct FileDevice {
 }
 
 impl FileDevice {
+    /// Opens a file, block device or NVMe namespace that exists.
     pub fn open(path: &Path) -> Result<FileDevice> {
         Ok(FileDevice::on(Arc::new(Node::open(path)?)))
     }

@@ -21,9 +21,13 @@ type Block = Box<[u8; BLOCK as usize]>;
 /// What an injected error hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Op {
+    /// [`Device::read`].
     Read,
+    /// [`Device::write`].
     Write,
+    /// [`Device::flush`].
     Flush,
+    /// [`Device::discard`].
     Discard,
 }
 
@@ -42,11 +46,17 @@ pub enum Tear {
 /// Operations and bytes since creation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
+    /// Reads that ended.
     pub reads: u64,
+    /// Writes that ended.
     pub writes: u64,
+    /// Flushes that ended.
     pub flushes: u64,
+    /// Discards that ended.
     pub discards: u64,
+    /// Bytes read.
     pub read_bytes: u64,
+    /// Bytes written.
     pub write_bytes: u64,
     /// Operations that failed, or returned a wrong bit, on request.
     pub failed: u64,
@@ -202,6 +212,7 @@ impl MemDevice {
         self.inner.lock().latency.extend(ops.iter().map(|op| (*op, latency)));
     }
 
+    /// What was done so far.
     pub fn counters(&self) -> Counters {
         self.inner.lock().counters
     }

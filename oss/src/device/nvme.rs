@@ -7,7 +7,9 @@ use super::api::BLOCK;
 
 /// I/O commands.
 pub const FLUSH: u8 = 0x00;
+/// Write.
 pub const WRITE: u8 = 0x01;
+/// Read.
 pub const READ: u8 = 0x02;
 
 /// Bytes that Identify returns.
@@ -78,6 +80,7 @@ impl Status {
         Status(field & 0x7ff)
     }
 
+    /// The command was carried out.
     pub fn is_success(self) -> bool {
         self.0 == 0
     }

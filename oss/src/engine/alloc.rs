@@ -10,6 +10,13 @@ pub(super) struct Extent {
     pub count: u64,
 }
 
+impl Extent {
+    /// Whether the two have a block in common.
+    pub(super) fn overlaps(&self, other: &Extent) -> bool {
+        self.start < other.start + other.count && other.start < self.start + self.count
+    }
+}
+
 /// Appends blocks to a list, growing its last extent where they adjoin.
 pub(super) fn push_block(list: &mut Vec<Extent>, block: u64) {
     match list.last_mut() {

@@ -5,21 +5,21 @@
 //! it does anything in that epoch. The table's syncs keep the order of writes. So if an update that
 //! was made stable in an epoch survives, that epoch's view survives, too.
 
+use std::{collections::BTreeMap, sync::Arc};
+
 use bytes::{BufMut, Bytes, BytesMut};
+use parking_lot::Mutex;
 use strake_proto::{ChainId, Code, Error, Result, pb};
 use strake_store::{Batch, MetaStore};
 
-use super::{
-    Engine,
-    record::{self, CHAIN_VIEW_PREFIX},
-};
+use super::record::{self, CHAIN_VIEW_PREFIX};
 
 /// More replicas than any chain has.
 const MAX_REPLICAS: usize = 16;
 
 /// The state of a chain as of an epoch.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct ChainView {
+struct ChainView {
     pub epoch: u64,
     pub replicas: Vec<pb::Replica>,
     /// Learned since this target was opened.
@@ -67,10 +67,8 @@ fn decode(key: &[u8], value: &[u8]) -> Result<ChainView> {
 
 /// Reads all views of a table. A damaged one is left out, as if the target had never known of that
 /// chain.
-pub(super) fn load(
-    table: &dyn MetaStore,
-) -> Result<std::collections::BTreeMap<ChainId, ChainView>> {
-    let mut all = std::collections::BTreeMap::new();
+fn load(table: &dyn MetaStore) -> Result<BTreeMap<ChainId, ChainView>> {
+    let mut all = BTreeMap::new();
     for pair in table.prefix(&[CHAIN_VIEW_PREFIX]) {
         let (k, v) = pair?;
         let chain = k.get(1..).and_then(|b| b.try_into().ok()).map(u32::from_be_bytes);
@@ -85,11 +83,21 @@ pub(super) fn load(
     Ok(all)
 }
 
-impl Engine {
-    /// Writes newer states of chains to the table, before anything is done in their epochs.
-    /// Durable with the next sync.
-    pub fn note_chain_views<'a>(&self, chains: impl Iterator<Item = &'a pb::Chain>) -> Result<()> {
-        let mut views = self.shared.chain_views.lock();
+/// The views of one target's chains, in memory and in its table.
+pub(super) struct ChainViews {
+    table: Arc<dyn MetaStore>,
+    known: Mutex<BTreeMap<ChainId, ChainView>>,
+}
+
+impl ChainViews {
+    pub(super) fn open(table: Arc<dyn MetaStore>) -> Result<ChainViews> {
+        let known = Mutex::new(load(&*table)?);
+        Ok(ChainViews { table, known })
+    }
+
+    /// See [`TargetNotes::note_chain_views`](super::TargetNotes::note_chain_views).
+    pub(super) fn note<'a>(&self, chains: impl Iterator<Item = &'a pb::Chain>) -> Result<()> {
+        let mut views = self.known.lock();
         let mut batch = Batch::default();
         let mut seen = Vec::new();
         for c in chains.filter(|c| c.replicas.len() <= MAX_REPLICAS) {
@@ -108,20 +116,18 @@ impl Engine {
             ));
         }
         if !batch.is_empty() {
-            self.shared.table.commit(batch)?;
+            self.table.commit(batch)?;
         }
         views.extend(seen);
         Ok(())
     }
 
-    /// Chains that this target has a view of.
-    pub fn known_chains(&self) -> Vec<ChainId> {
-        self.shared.chain_views.lock().keys().copied().collect()
+    pub(super) fn chains(&self) -> Vec<ChainId> {
+        self.known.lock().keys().copied().collect()
     }
 
-    /// The views of this target's chains, including those that it has left.
-    pub fn chain_views(&self) -> Vec<pb::ChainSight> {
-        let views = self.shared.chain_views.lock();
+    pub(super) fn all(&self) -> Vec<pb::ChainSight> {
+        let views = self.known.lock();
         let view = |(chain, s): (&ChainId, &ChainView)| pb::ChainSight {
             chain: *chain,
             epoch: s.epoch,
@@ -129,16 +135,6 @@ impl Engine {
             lived: s.lived,
         };
         views.iter().map(view).collect()
-    }
-
-    /// Makes the table, and with it the views noted so far, durable.
-    pub async fn sync_chain_views(&self) -> Result<()> {
-        let table = self.shared.table.clone();
-        if !self.shared.options.offload_store {
-            return table.sync();
-        }
-        let task = tokio::task::spawn_blocking(move || table.sync());
-        task.await.map_err(|e| Error::new(Code::Io, format!("sync: {e}")))?
     }
 }
 

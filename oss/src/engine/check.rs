@@ -11,9 +11,11 @@ use strake_proto::{
 };
 
 use super::{
-    Engine, Key, Shared, add,
+    api::Engine,
+    chunk::Key,
     read::{Piece, Source, pieces, segments_of},
     record::{HOLE, Header, SEG_BLOCKS, SEG_BYTES},
+    shared::{Shared, add},
 };
 
 /// Bytes of a chunk that one step checks. It bounds the memory of a look, and how long blocks that
@@ -23,6 +25,7 @@ pub const STEP: u32 = 1 << 20;
 /// What a check found in a chunk, or in a part of it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Look {
+    /// Version of the chunk; the default if its header is damaged.
     pub version: Version,
     /// Length of the chunk in bytes; 0 if its header is damaged.
     pub len: u32,
@@ -39,6 +42,7 @@ pub struct Look {
 }
 
 impl Look {
+    /// Whether nothing is damaged.
     pub fn is_whole(&self) -> bool {
         self.damaged.is_empty() && !self.headless
     }

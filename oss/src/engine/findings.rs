@@ -6,10 +6,10 @@ use std::ops::Range;
 
 use bytes::{Buf as _, BufMut, Bytes, BytesMut};
 use strake_proto::{Code, Error, Result, data::Version};
-use strake_store::Batch;
+use strake_store::{Batch, MetaStore};
 
 use super::{
-    Engine, Key,
+    chunk::Key,
     record::{self, FINDING_PREFIX},
 };
 
@@ -28,13 +28,15 @@ pub struct Found {
     /// The chunk's own record was damaged.
     pub record: bool,
     /// From the first to the last byte that was damaged when it was found; the whole chunk if
-    /// empty. `bytes` says how many bytes of it were damaged.
+    /// empty.
     pub part: Range<u32>,
+    /// How many bytes of `part` were damaged.
     pub bytes: u32,
     /// When it was found, milliseconds since 1970.
     pub unix_ms: u64,
-    /// Chain epoch and chunk version at the last attempt to repair it.
+    /// Epoch of its chain at the last attempt to repair it.
     pub epoch: u64,
+    /// The chunk's version at that attempt.
     pub version: Version,
     /// The ranges that are still damaged.
     pub left: Vec<Range<u32>>,
@@ -43,6 +45,7 @@ pub struct Found {
 }
 
 impl Found {
+    /// The record's value. `key`: the record's key, which its checksum covers.
     pub fn encode(&self, key: &[u8]) -> Bytes {
         let whole: Vec<Range<u32>>;
         let left = match &self.left[..] {
@@ -90,48 +93,50 @@ impl Found {
             .into();
         let (lost, record) = (flags & LOST != 0, flags & RECORD != 0);
         let found = Found { lost, record, part, bytes, unix_ms, epoch, version, left, cause };
-        if flags & !(LOST | RECORD) == 0 { Ok(found) } else { Err(bad()) }
+        let in_order = |r: &Range<u32>| r.start <= r.end;
+        if flags & !(LOST | RECORD) != 0
+            || !in_order(&found.part)
+            || !found.left.iter().all(in_order)
+        {
+            return Err(bad());
+        }
+        Ok(found)
     }
 }
 
-impl Engine {
-    /// Findings of earlier runs of the server, at most `most`, in key order. Unreadable records are
-    /// left out.
-    pub fn findings(&self, most: usize) -> Vec<(Key, Found)> {
-        let mut all = Vec::new();
-        for pair in self.shared.table.prefix(&[FINDING_PREFIX]).take(most) {
-            let found = pair.and_then(|(k, v)| {
-                let key = record::parse_finding_key(&k);
-                let key = key.ok_or_else(|| {
-                    Error::new(Code::Corrupt, format!("{k:02x?} is no key of a finding"))
-                })?;
-                Found::decode(&k, &v).map(|found| (key, found)).map_err(|e| e.context(key))
-            });
-            match found {
-                Ok(one) => all.push(one),
-                Err(e) => tracing::warn!(
-                    "{}: {e}; the scrub will find it again",
-                    self.shared.device.name()
-                ),
-            }
-        }
-        all
-    }
-
-    /// Records that a chunk is damaged, or (`None`) no longer is. Durable with the next sync of the
-    /// table.
-    pub fn note_finding(&self, key: &Key, found: Option<&Found>) -> Result<()> {
-        let k = record::finding_key(key);
-        let mut batch = Batch::default();
+/// Findings of earlier runs of the server, at most `most`, in key order. Unreadable records are
+/// left out.
+pub(super) fn load(table: &dyn MetaStore, device: &str, most: usize) -> Vec<(Key, Found)> {
+    let mut all = Vec::new();
+    for pair in table.prefix(&[FINDING_PREFIX]).take(most) {
+        let found = pair.and_then(|(k, v)| {
+            let key = record::parse_finding_key(&k);
+            let key = key.ok_or_else(|| {
+                Error::new(Code::Corrupt, format!("{k:02x?} is no key of a finding"))
+            })?;
+            Found::decode(&k, &v).map(|found| (key, found)).map_err(|e| e.context(key))
+        });
         match found {
-            Some(found) => {
-                let value = found.encode(&k);
-                batch.put(k, value);
-            }
-            None => batch.delete(k),
+            Ok(one) => all.push(one),
+            Err(e) => tracing::warn!("{device}: {e}; the scrub will find it again"),
         }
-        self.shared.table.commit(batch)
     }
+    all
+}
+
+/// Records that a chunk is damaged, or (`None`) no longer is. Durable with the next sync of the
+/// table.
+pub(super) fn store(table: &dyn MetaStore, key: &Key, found: Option<&Found>) -> Result<()> {
+    let k = record::finding_key(key);
+    let mut batch = Batch::default();
+    match found {
+        Some(found) => {
+            let value = found.encode(&k);
+            batch.put(k, value);
+        }
+        None => batch.delete(k),
+    }
+    table.commit(batch)
 }
 
 #[cfg(test)]

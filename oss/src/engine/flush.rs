@@ -8,9 +8,10 @@ use strake_store::Batch;
 use tokio::sync::OwnedMutexGuard;
 
 use super::{
-    Engine, Shared, State,
     alloc::{Extent, coalesce},
+    api::Engine,
     record::{self, TABLE_DIGEST_KEY, header_key, segment_key},
+    shared::{Shared, State},
     table_digest::{Mark, TableDigest},
 };
 use crate::device::BLOCK;
@@ -49,25 +50,31 @@ impl Engine {
     /// Everything committed before the call is durable when this returns. Concurrent callers share
     /// one flush.
     pub async fn flush(&self) -> Result<()> {
-        let want = self.shared.state.lock().committed;
-        let gate = self.shared.gate.clone().lock_owned().await;
-        if self.shared.state.lock().flushed >= want {
-            return self.shared.state.lock().check();
+        self.shared.flush().await
+    }
+}
+
+impl Shared {
+    async fn flush(self: &Arc<Self>) -> Result<()> {
+        let want = self.state.lock().committed;
+        let gate = self.gate.clone().lock_owned().await;
+        if self.state.lock().flushed >= want {
+            return self.state.lock().check();
         }
         self.flush_with(gate).await
     }
 
     /// Flushes even if nothing was committed, to give back the space of abandoned writes, too.
-    pub(super) async fn flush_now(&self) -> Result<()> {
-        let gate = self.shared.gate.clone().lock_owned().await;
+    pub(super) async fn flush_now(self: &Arc<Self>) -> Result<()> {
+        let gate = self.gate.clone().lock_owned().await;
         self.flush_with(gate).await
     }
 
     /// Backpressure: waits for a flush while too much is unflushed.
-    pub(super) async fn throttle(&self) -> Result<()> {
-        let o = &self.shared.options;
+    pub(super) async fn throttle(self: &Arc<Self>) -> Result<()> {
+        let o = &self.options;
         let full = {
-            let s = self.shared.state.lock();
+            let s = self.state.lock();
             s.check()?;
             s.headers.dirty_len() + s.segments.dirty_len() >= o.dirty_records
                 || s.dirty_bytes >= o.dirty_bytes
@@ -75,10 +82,9 @@ impl Engine {
         if full { self.flush().await } else { Ok(()) }
     }
 
-    async fn flush_with(&self, gate: OwnedMutexGuard<()>) -> Result<()> {
-        let shared = &self.shared;
+    async fn flush_with(self: &Arc<Self>, gate: OwnedMutexGuard<()>) -> Result<()> {
         {
-            let mut s = shared.state.lock();
+            let mut s = self.state.lock();
             s.check()?;
             s.abort(); // left by a flush whose caller was dropped
             s.headers.begin();
@@ -87,35 +93,35 @@ impl Engine {
             s.in_flush.committed = s.committed;
             s.in_flush.dirty_bytes = s.dirty_bytes;
         }
-        if let Err(e) = shared.device.flush().await {
+        if let Err(e) = self.device.flush().await {
             // The kernel reports a lost write once; a second flush would claim success.
             let e = Error::new(
                 Code::Io,
                 format!("flush failed ({e}); unflushed writes may be lost, restart this target"),
             );
-            let mut s = shared.state.lock();
+            let mut s = self.state.lock();
             s.abort();
             s.failed = Some(e.clone());
             return Err(e);
         }
-        let done = if shared.options.offload_store {
-            let shared = shared.clone();
+        let done = if self.options.offload_store {
+            let shared = self.clone();
             // The task keeps the gate: even if the caller is dropped, no other flush starts before
             // this one has ended.
             let task = tokio::task::spawn_blocking(move || shared.commit_frozen(gate));
             task.await.map_err(|e| Error::new(Code::Io, format!("flush: {e}")))?
         } else {
-            shared.commit_frozen(gate)
+            self.commit_frozen(gate)
         };
         done?;
         self.reclaim().await
     }
 
     /// Takes blocks that no durable record and no reader uses, discards them, then frees them.
-    async fn reclaim(&self) -> Result<()> {
-        let mut back = GiveBack { shared: self.shared.clone(), extents: Vec::new() };
+    async fn reclaim(self: &Arc<Self>) -> Result<()> {
+        let mut back = GiveBack { shared: self.clone(), extents: Vec::new() };
         {
-            let mut s = self.shared.state.lock();
+            let mut s = self.state.lock();
             let oldest = s.readers.keys().next().copied().unwrap_or(u64::MAX);
             while s.reclaim.front().is_some_and(|(epoch, _)| *epoch < oldest) {
                 back.extents
@@ -123,15 +129,15 @@ impl Engine {
             }
         }
         back.extents = coalesce(std::mem::take(&mut back.extents));
-        if self.shared.options.discard {
+        if self.options.discard {
             for e in back.extents.iter().filter(|e| e.count >= DISCARD_BLOCKS) {
-                if let Err(e) = self.shared.device.discard(e.start * BLOCK, e.count * BLOCK).await {
-                    tracing::warn!("{}: discard: {e}", self.shared.device.name());
+                if let Err(e) = self.device.discard(e.start * BLOCK, e.count * BLOCK).await {
+                    tracing::warn!("{}: discard: {e}", self.device.name());
                     break;
                 }
             }
         }
-        let mut s = self.shared.state.lock();
+        let mut s = self.state.lock();
         for e in back.extents.drain(..) {
             s.give_back(e);
         }
@@ -192,6 +198,7 @@ impl Shared {
         s.headers.end();
         s.segments.end();
         s.flushed = s.in_flush.committed;
+        debug_assert!(s.flushed <= s.committed, "more is durable than was committed");
         s.dirty_bytes -= s.in_flush.dirty_bytes;
         let (epoch, freed) = (s.epoch, std::mem::take(&mut s.in_flush.freed));
         if !freed.is_empty() {

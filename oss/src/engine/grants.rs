@@ -29,6 +29,7 @@ struct Grant {
 /// What a session asks for.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask {
+    /// The session that asks.
     pub session: SessionId,
     /// Rises with each request; a request older than the last one is ignored.
     pub seq: u64,

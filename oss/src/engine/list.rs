@@ -11,12 +11,14 @@ use strake_proto::{
 };
 
 use super::{
-    Engine, Key, Shared, State,
+    api::Engine,
+    chunk::Key,
     overlay::{Overlay, Slot},
     record::{
         HOLE, Header, MAX_SEGS, SEG_BLOCKS, SEG_BYTES, Segment, header_key, parse_header_key,
         parse_segment_key, segment_key,
     },
+    shared::{Shared, State},
 };
 
 /// Changed records looked at in one step.
@@ -28,6 +30,7 @@ const EXTENT_LOOK: usize = 1024;
 /// The result of forgetting tombstones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Forgot {
+    /// Tombstones that were dropped.
     pub forgotten: usize,
     /// Chunks that are no tombstones.
     pub left: Vec<u64>,

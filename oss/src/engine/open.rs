@@ -11,19 +11,22 @@ use strake_proto::{ChainId, Code, Error, Result};
 use strake_store::{Batch, MetaStore};
 
 use super::{
-    Counters, Engine, InFlush, Key, Options, Shared, State, TargetIdentity,
     alloc::{Allocator, Extent, coalesce},
-    chain_views,
+    api::Engine,
+    chunk::Key,
+    folder::Folder,
     grants::Grants,
+    notes::TargetNotes,
+    options::Options,
     overlay::Overlay,
     record::{
         HEADER_PREFIX, HOLE, Header, SEGMENT_PREFIX, Segment, TABLE_DIGEST_KEY, TARGET_KEY,
         decode_target, encode_target, parse_header_key, parse_segment_key,
     },
     reserve::Reserve,
-    superblock::{DATA_START, Superblock},
+    shared::{Counters, InFlush, Shared, State},
+    superblock::{DATA_START, Superblock, TargetIdentity},
     table_digest::{Mark, TableDigest},
-    target::Folder,
     used::Used,
 };
 use crate::device::{BLOCK, Device};
@@ -119,7 +122,7 @@ impl Engine {
             capacity,
             identity: Mutex::new(superblock.identity.clone()),
             superblock: tokio::sync::Mutex::new(superblock),
-            chain_views: Mutex::new(chain_views::load(&*table)?),
+            notes: TargetNotes::open(table.clone(), device.clone(), options.offload_store)?,
             state: Mutex::new(state),
             gate: Default::default(),
             overwriters: Default::default(),

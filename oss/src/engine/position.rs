@@ -3,12 +3,9 @@
 
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{ChainId, ChunkId, Code, Error, Result};
-use strake_store::Batch;
+use strake_store::{Batch, MetaStore};
 
-use super::{
-    Engine,
-    record::{self, SCRUB_KEY},
-};
+use super::record::{self, SCRUB_KEY};
 
 const UNDER_WAY: u8 = 1;
 const BEHIND_CHUNK: u8 = 2;
@@ -20,17 +17,20 @@ pub struct Position {
     pub pass: u64,
     /// When it began, milliseconds since 1970.
     pub began_ms: u64,
-    /// When the last complete pass ended, and how long it took, both in milliseconds.
+    /// When the last complete pass ended, milliseconds since 1970.
     pub ended_ms: u64,
+    /// How long the last complete pass took, in milliseconds.
     pub took_ms: u64,
-    /// Chunks looked at in the current or last pass, and bytes read for it.
+    /// Chunks looked at in the current or last pass.
     pub chunks: u64,
+    /// Bytes read in the current or last pass.
     pub bytes: u64,
     /// Where to continue: in this chain, after this chunk. `None`: the pass is complete.
     pub at: Option<(ChainId, Option<ChunkId>)>,
 }
 
 impl Position {
+    /// The record's value.
     pub fn encode(&self) -> Bytes {
         let (chain, chunk) = self.at.unwrap_or_default();
         let under_way = if self.at.is_some() { UNDER_WAY } else { 0 };
@@ -77,26 +77,23 @@ impl Position {
     }
 }
 
-impl Engine {
-    /// The position that was last recorded. An unreadable one counts as none: the scrub begins
-    /// anew.
-    pub fn scrub_position(&self) -> Result<Position> {
-        match self.shared.table.get(SCRUB_KEY)?.map(|v| Position::decode(&v)) {
-            Some(Ok(p)) => Ok(p),
-            Some(Err(e)) => {
-                tracing::warn!("{}: {e}", self.shared.device.name());
-                Ok(Position::default())
-            }
-            None => Ok(Position::default()),
+/// The position that was last recorded. An unreadable one counts as none: the scrub begins anew.
+pub(super) fn load(table: &dyn MetaStore, device: &str) -> Result<Position> {
+    match table.get(SCRUB_KEY)?.map(|v| Position::decode(&v)) {
+        Some(Ok(p)) => Ok(p),
+        Some(Err(e)) => {
+            tracing::warn!("{device}: {e}");
+            Ok(Position::default())
         }
+        None => Ok(Position::default()),
     }
+}
 
-    /// Records the position; durable with the next sync of the table.
-    pub fn note_scrub_position(&self, p: &Position) -> Result<()> {
-        let mut batch = Batch::default();
-        batch.put(SCRUB_KEY, p.encode());
-        self.shared.table.commit(batch)
-    }
+/// Records the position; durable with the next sync of the table.
+pub(super) fn store(table: &dyn MetaStore, p: &Position) -> Result<()> {
+    let mut batch = Batch::default();
+    batch.put(SCRUB_KEY, p.encode());
+    table.commit(batch)
 }
 
 #[cfg(test)]

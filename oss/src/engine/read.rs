@@ -10,11 +10,13 @@ use strake_proto::{
 };
 
 use super::{
-    Engine, Key, ReadOut, Shared, add, damaged,
+    api::Engine,
+    chunk::{Key, ReadOut, damaged},
     overlay::{Overlay, Slot},
     record::{
         HOLE, Header, SEG_BLOCKS, SEG_BYTES, Segment, header_key, parse_segment_key, segment_key,
     },
+    shared::{Shared, add},
 };
 
 /// Most blocks of one device read.

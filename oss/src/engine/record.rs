@@ -8,10 +8,11 @@ use strake_proto::{
     data::{KEPT_WRITERS, Version, Writer},
 };
 
-use super::{ChunkMeta, Key};
+use super::chunk::{ChunkMeta, Key};
 
 /// Blocks one segment record describes: 256 KiB of a chunk.
 pub const SEG_BLOCKS: usize = 64;
+/// Bytes of a chunk that one segment record describes.
 pub const SEG_BYTES: u32 = 256 << 10;
 /// Segments of the largest chunk.
 pub const MAX_SEGS: u8 = 64;
@@ -24,7 +25,9 @@ const HEADER_FIXED: usize = 24;
 const WRITER: usize = 32;
 const MAX_DEVICE_BLOCK: u64 = 1 << 48;
 
+/// First byte of the key of a chunk's header.
 pub const HEADER_PREFIX: u8 = b'h';
+/// First byte of the key of a segment.
 pub const SEGMENT_PREFIX: u8 = b's';
 /// The last known state of a chain, see [`chain_views`](super::chain_views).
 pub const CHAIN_VIEW_PREFIX: u8 = b'c';
@@ -40,6 +43,7 @@ pub const TABLE_DIGEST_KEY: &[u8] = b"f";
 /// A header record: a chunk's metadata.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
+    /// The chunk's properties.
     pub meta: ChunkMeta,
     /// The stored record could not be read. Only a replacement or removal of the whole chunk is
     /// allowed then.
@@ -67,10 +71,12 @@ fn chunk_key(prefix: u8, key: &Key) -> BytesMut {
     b
 }
 
+/// The key of a chunk's header.
 pub fn header_key(key: &Key) -> Bytes {
     chunk_key(HEADER_PREFIX, key).freeze()
 }
 
+/// The key of a chunk's segment `seg`.
 pub fn segment_key(key: &Key, seg: u8) -> Bytes {
     let mut b = chunk_key(SEGMENT_PREFIX, key);
     b.put_u8(seg);
@@ -99,6 +105,7 @@ pub fn parse_segment_key(bytes: &[u8]) -> Option<(Key, u8)> {
     Some((parse_chunk(chunk.try_into().ok()?), *seg))
 }
 
+/// The key of the note that a chunk is damaged.
 pub fn finding_key(key: &Key) -> Bytes {
     chunk_key(FINDING_PREFIX, key).freeze()
 }
@@ -161,10 +168,12 @@ impl Take<'_> {
 }
 
 impl Header {
+    /// The header of an intact chunk.
     pub fn new(meta: ChunkMeta) -> Header {
         Header { meta, damaged: false }
     }
 
+    /// Stands for a record that cannot be read.
     pub fn damaged() -> Header {
         let meta = ChunkMeta {
             version: Version::default(),
@@ -175,10 +184,12 @@ impl Header {
         Header { meta, damaged: true }
     }
 
+    /// Whether the chunk has bytes, or may have some that cannot be read.
     pub fn is_live(&self) -> bool {
         !self.meta.tombstone && !self.damaged
     }
 
+    /// The record's value. `key`: the record's key, which its checksum covers.
     pub fn encode(&self, key: &[u8]) -> Bytes {
         let m = &self.meta;
         let mut b = BytesMut::with_capacity(HEADER_FIXED + m.writers.len() * WRITER + 4);
@@ -227,14 +238,17 @@ struct Run {
 }
 
 impl Segment {
+    /// A segment of holes.
     pub fn empty() -> Segment {
         Segment { blocks: [HOLE; SEG_BLOCKS], sums: [0; SEG_BLOCKS], damaged: false }
     }
 
+    /// Stands for a record that cannot be read.
     pub fn damaged() -> Segment {
         Segment { damaged: true, ..Segment::empty() }
     }
 
+    /// Whether all of it is holes.
     pub fn is_empty(&self) -> bool {
         self.blocks.iter().all(|b| *b == HOLE)
     }
@@ -252,6 +266,7 @@ impl Segment {
         runs
     }
 
+    /// The record's value. `key`: the record's key, which its checksum covers.
     pub fn encode(&self, key: &[u8]) -> Bytes {
         let runs = self.runs();
         let mut b = BytesMut::with_capacity(4 + runs.len() * 8 + SEG_BLOCKS * 4 + 4);
@@ -316,6 +331,7 @@ pub fn encode_target(uuid: &[u8; 16]) -> Bytes {
     seal(TARGET_KEY, b)
 }
 
+/// The UUID of the target that the table belongs to. `Corrupt` for another record.
 pub fn decode_target(value: &[u8]) -> Result<[u8; 16]> {
     unseal(TARGET_KEY, value)?.try_into().map_err(|_| bad("target record of a wrong length"))
 }

@@ -17,13 +17,15 @@ use strake_proto::{
 };
 
 use super::{
-    ChunkMeta, Engine, Key, Shared, Update, add,
     alloc::{Extent, push_block},
-    damaged,
+    api::Engine,
+    chunk::{ChunkMeta, Key, Update, damaged},
     overlay::Slot,
     read::{View, find, segments_of},
     record::{HOLE, Header, MAX_SEGS, SEG_BLOCKS, Segment},
     reserve::{Claim, Want},
+    shared::{Shared, add},
+    superblock::DATA_START,
 };
 
 /// A write of more buffers than this is copied into one buffer first (the kernel's limit is 1,024).
@@ -54,6 +56,7 @@ pub struct Staged {
 }
 
 impl Staged {
+    /// The chunk that the update is of.
     pub fn key(&self) -> Key {
         self.slot.key
     }
@@ -61,6 +64,7 @@ impl Staged {
     pub fn len(&self) -> u32 {
         self.len
     }
+    /// Whether the chunk has no bytes once committed.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -264,236 +268,25 @@ impl Engine {
             }
             Update::Punch { .. } | Update::Truncate { .. } | Update::Remove => {}
         }
-        self.throttle().await?;
-        let slot = self.take_slot(key)?;
+        self.shared.throttle().await?;
+        let slot = Slotted::take(&self.shared, key)?;
         match update {
             Update::Write { offset, data, sums } => {
                 let claim = Claim::Data(granted);
-                self.stage_write(slot, offset, data, sums, claim).await
+                slot.stage_write(offset, data, sums, claim).await
             }
-            Update::Punch { offset, len } => self.stage_punch(slot, offset, len).await,
-            Update::Truncate { len } => self.stage_truncate(slot, len).await,
+            Update::Punch { offset, len } => slot.stage_punch(offset, len).await,
+            Update::Truncate { len } => slot.stage_truncate(len).await,
             Update::Remove => {
-                self.stage_whole(slot, Whole { tombstone: true, ..Whole::default() }, true).await
+                slot.stage_whole(Whole { tombstone: true, ..Whole::default() }, true).await
             }
             Update::Rewrite { data, sums } => {
-                self.stage_whole(slot, Whole { data, sums, ..Whole::default() }, true).await
+                slot.stage_whole(Whole { data, sums, ..Whole::default() }, true).await
             }
             Update::Replace { data, sums, tombstone, damaged } => {
-                self.stage_whole(slot, Whole { data, sums, tombstone, damaged }, false).await
+                slot.stage_whole(Whole { data, sums, tombstone, damaged }, false).await
             }
         }
-    }
-
-    fn take_slot(&self, key: Key) -> Result<Slotted> {
-        if let Some(used) = &self.shared.used {
-            used.note(key.chain).map_err(|e| Error::from(e).context("noting a new chain"))?;
-        }
-        let mut s = self.shared.state.lock();
-        s.check()?;
-        if !s.staging.insert(key) {
-            return Err(Error::new(Code::Busy, format!("{key}: an update is staged already")));
-        }
-        Ok(Slotted { shared: self.shared.clone(), key })
-    }
-
-    async fn stage_write(
-        &self,
-        slot: Slotted,
-        offset: u32,
-        data: Vec<Buf>,
-        sums: Vec<u32>,
-        claim: Claim,
-    ) -> Result<Staged> {
-        let bytes = total(&data);
-        let end = offset + bytes as u32;
-        let old = slot.look(|_| segments_of(offset, end))?.whole(&slot.key)?;
-        let mut rewrite = Rewrite::new(&old.segments);
-        let mut space = slot.no_space();
-        let mut len = old.len();
-        if bytes > 0 {
-            let image = self.shared.image(&slot.key, &old, offset, data, sums).await?;
-            let replaced = rewrite.stored(image.first..image.first + image.sums.len());
-            space = self.write(&slot.key, &image, claim, replaced).await?;
-            rewrite.place(&image, &space.extents);
-            len = len.max(end);
-        }
-        Ok(slot.staged(&old, len, false, rewrite, space))
-    }
-
-    /// Bytes after a chunk's end are zeros in its last block, so that extending the chunk later
-    /// need not look at them. So a truncation inside a block writes that block anew; it may take
-    /// that one block from the reserve.
-    async fn stage_truncate(&self, slot: Slotted, len: u32) -> Result<Staged> {
-        let old =
-            slot.look(|h| h.map_or(0..0, |h| segments_of(len, h.meta.len)))?.whole(&slot.key)?;
-        let tombstone = old.header.as_ref().is_some_and(|h| h.meta.tombstone);
-        let mut rewrite = Rewrite::new(&old.segments);
-        let mut space = slot.no_space();
-        if old.len() <= len {
-            return Ok(slot.staged(&old, old.len(), tombstone, rewrite, space));
-        }
-        for at in (len as usize).div_ceil(BLOCK)..(old.len() as usize).div_ceil(BLOCK) {
-            rewrite.set(at, HOLE, 0);
-        }
-        let (at, kept) = (len as usize / BLOCK, len as usize % BLOCK);
-        if kept > 0
-            && let Some(bytes) = self.shared.old_block(&slot.key, &old, at).await?
-        {
-            let mut block = self.shared.pool.get_now(BLOCK);
-            block[..kept].copy_from_slice(&bytes[..kept]);
-            block[kept..].fill(0);
-            let sums = vec![crc32c(&block)];
-            let image = Image { first: at, data: vec![block.freeze()], sums };
-            space = self.write(&slot.key, &image, Claim::All, 1).await?;
-            rewrite.place(&image, &space.extents);
-        }
-        Ok(slot.staged(&old, len, tombstone, rewrite, space))
-    }
-
-    /// Whole blocks become holes. A block that is zeroed only in part is written anew, from the
-    /// reserve if it must: punching gives space back.
-    async fn stage_punch(&self, slot: Slotted, offset: u32, len: u32) -> Result<Staged> {
-        let end_in =
-            |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(offset.saturating_add(len)));
-        let old = slot.look(|h| segments_of(offset, end_in(h)))?.whole(&slot.key)?;
-        let tombstone = old.header.as_ref().is_none_or(|h| h.meta.tombstone);
-        let mut rewrite = Rewrite::new(&old.segments);
-        let mut space = slot.no_space();
-        let (from, end) = (offset as usize, end_in(old.header.as_deref()) as usize);
-        if from >= end {
-            return Ok(slot.staged(&old, old.len(), tombstone, rewrite, space));
-        }
-        // After the chunk's end the block holds zeros already.
-        let to = if end == old.len() as usize { end.next_multiple_of(BLOCK) } else { end };
-        for at in from.div_ceil(BLOCK)..to / BLOCK {
-            rewrite.set(at, HOLE, 0);
-        }
-        let edges =
-            [(from / BLOCK, !from.is_multiple_of(BLOCK)), (to / BLOCK, !to.is_multiple_of(BLOCK))];
-        let one = edges[0].0 == edges[1].0 && edges[0].1;
-        for (at, cut) in edges.into_iter().take(if one { 1 } else { 2 }) {
-            if !cut {
-                continue;
-            }
-            let Some(bytes) = self.shared.old_block(&slot.key, &old, at).await? else { continue };
-            let mut block = self.shared.pool.get_now(BLOCK);
-            block.copy_from_slice(&bytes);
-            block[from.max(at * BLOCK) - at * BLOCK..to.min((at + 1) * BLOCK) - at * BLOCK].fill(0);
-            if block.iter().all(|b| *b == 0) {
-                rewrite.set(at, HOLE, 0);
-                continue;
-            }
-            let sums = vec![crc32c(&block)];
-            let image = Image { first: at, data: vec![block.freeze()], sums };
-            let more = self.write(&slot.key, &image, Claim::All, 1).await?;
-            rewrite.place(&image, &more.extents);
-            space.join(more);
-        }
-        Ok(slot.staged(&old, old.len(), tombstone, rewrite, space))
-    }
-
-    /// Stages new contents for the whole chunk, or none. Damaged old records are dropped unread:
-    /// when the target was opened, their blocks were not counted as used either.
-    async fn stage_whole(&self, slot: Slotted, whole: Whole, keep_writers: bool) -> Result<Staged> {
-        let Whole { data, sums, tombstone, damaged } = whole;
-        let old = slot.look(|h| match h {
-            Some(h) if h.damaged => 0..MAX_SEGS,
-            h => segments_of(0, h.map_or(0, |h| h.meta.len)),
-        })?;
-        let bytes = total(&data);
-        let mut rewrite = Rewrite::new(&old.segments);
-        rewrite.clear();
-        let mut replaced: u64 = rewrite.freed.iter().map(|e| e.count).sum();
-        for n in segments_of(0, bytes as u32) {
-            if !rewrite.segments.iter().any(|(have, _)| *have == n) {
-                rewrite.segments.push((n, Segment::empty()));
-            }
-        }
-        let mut space = slot.no_space();
-        if bytes > 0 {
-            let mut image = self.shared.image(&slot.key, &Old::default(), 0, data, sums).await?;
-            if !damaged.is_empty() {
-                image.spoil(&damaged)?;
-            }
-            for part in image.without_zeros(crc32c(&self.shared.zeros[..BLOCK])) {
-                let of_part = replaced.min(part.sums.len() as u64);
-                let more = self.write(&slot.key, &part, Claim::Data(None), of_part).await?;
-                replaced -= of_part;
-                rewrite.place(&part, &more.extents);
-                space.join(more);
-            }
-        }
-        let mut staged = slot.staged(&old, bytes as u32, tombstone, rewrite, space);
-        if !keep_writers {
-            staged.writers.clear();
-        }
-        Ok(staged)
-    }
-
-    /// Allocates and writes. `replaced`: how many of the blocks replace others, which become free
-    /// when the update is flushed. On failure, or if dropped halfway, the space is given back
-    /// automatically.
-    async fn write(&self, key: &Key, image: &Image, claim: Claim, replaced: u64) -> Result<Space> {
-        let count = image.sums.len() as u64;
-        let mut space = self.allocate(key, Want { count, replaced, claim }).await?;
-        space.in_flight = true;
-        let mut at = 0;
-        let writes = space.extents.iter().map(|e| {
-            let bufs = cut(&image.data, at..at + e.count as usize * BLOCK);
-            at += e.count as usize * BLOCK;
-            self.shared.device.write(e.start * BLOCK as u64, bufs)
-        });
-        try_join_all(writes).await.map_err(|e| e.context(key))?;
-        space.in_flight = false;
-        add(&self.shared.counters.writes, 1);
-        add(&self.shared.counters.write_bytes, count * BLOCK as u64);
-        Ok(space)
-    }
-
-    /// Allocates. If space is short, first waits for what deletions, other overwrites and finished
-    /// readers give back.
-    async fn allocate(&self, key: &Key, want: Want) -> Result<Space> {
-        let (shared, overwrites) = (&self.shared, want.fresh() == 0);
-        let alloc = || shared.alloc(want);
-        // An overwrite does not pass those that wait already.
-        if (!overwrites || shared.overwriters.load(Relaxed) == 0)
-            && let Some(space) = alloc()
-        {
-            return Ok(space);
-        }
-        let _turn = if overwrites { Some(Overwriter::queue(shared).await) } else { None };
-        for _ in 0..if overwrites { OVERWRITE_RETRIES } else { FULL_RETRIES } {
-            let reader_done = self.shared.reader_done.notified();
-            self.flush_now().await?;
-            if let Some(space) = alloc() {
-                return Ok(space);
-            }
-            let nothing_comes = {
-                let s = self.shared.state.lock();
-                s.reclaim.is_empty() && (!overwrites || s.replacing == 0)
-            };
-            if nothing_comes {
-                break;
-            }
-            let _ = tokio::time::timeout(FULL_WAIT, reader_done).await;
-        }
-        Err(self.no_space(key, want.count))
-    }
-
-    fn no_space(&self, key: &Key, count: u64) -> Error {
-        let (free, granted) = {
-            let s = self.shared.state.lock();
-            (s.alloc.free_blocks(), s.grants.total())
-        };
-        let kept = self.shared.reserve.total();
-        let [count, free, kept, granted] = [count, free, kept, granted].map(|n| n * BLOCK as u64);
-        let m = format!(
-            "{key}: no space for {count} bytes on {} ({free} free, {kept} of them kept for truncation and overwriting, {granted} for \
-             what mounts hold back); delete files or add targets",
-            self.shared.device.name()
-        );
-        Error::new(Code::NoSpc, m)
     }
 
     /// Makes a staged update visible at once; durable at the next flush. [`Update::Replace`] sets
@@ -522,8 +315,18 @@ impl Engine {
 
     fn make_visible(&self, mut staged: Staged, header: Slot<Header>) -> Result<()> {
         let key = staged.slot.key;
+        debug_assert!(!staged.tombstone || staged.len == 0, "{key}: a tombstone has no bytes");
+        debug_assert!(
+            staged.freed.iter().all(|old| staged
+                .space
+                .extents
+                .iter()
+                .all(|new| !old.overlaps(new))),
+            "{key}: an update was written over blocks that it replaces"
+        );
         let mut s = self.shared.state.lock();
         s.check()?;
+        assert!(s.staging.contains(&key), "{key}: an update is made visible that is not staged");
         s.chunks = s.chunks + u64::from(!staged.tombstone) - u64::from(staged.was_live);
         s.headers.put(key, header);
         for (n, segment) in staged.segments.drain(..) {
@@ -538,9 +341,225 @@ impl Engine {
         s.freed.append(&mut staged.freed);
         s.dirty_bytes += staged.bytes;
         s.committed += 1;
+        debug_assert!(s.flushed < s.committed);
         // The records own the blocks now. The flush gives back the replaced ones.
         staged.space.extents.clear();
         Ok(())
+    }
+}
+
+impl Slotted {
+    /// `Busy`: the chunk has a staged update already.
+    fn take(shared: &Arc<Shared>, key: Key) -> Result<Slotted> {
+        if let Some(used) = &shared.used {
+            used.note(key.chain).map_err(|e| Error::from(e).context("noting a new chain"))?;
+        }
+        let mut s = shared.state.lock();
+        s.check()?;
+        if !s.staging.insert(key) {
+            return Err(Error::new(Code::Busy, format!("{key}: an update is staged already")));
+        }
+        Ok(Slotted { shared: shared.clone(), key })
+    }
+
+    async fn stage_write(
+        self,
+        offset: u32,
+        data: Vec<Buf>,
+        sums: Vec<u32>,
+        claim: Claim,
+    ) -> Result<Staged> {
+        let bytes = total(&data);
+        let end = offset + bytes as u32;
+        let old = self.look(|_| segments_of(offset, end))?.whole(&self.key)?;
+        let mut rewrite = Rewrite::new(&old.segments);
+        let mut space = self.no_space();
+        let mut len = old.len();
+        if bytes > 0 {
+            let image = self.shared.image(&self.key, &old, offset, data, sums).await?;
+            let replaced = rewrite.stored(image.first..image.first + image.sums.len());
+            space = self.write(&image, claim, replaced).await?;
+            rewrite.place(&image, &space.extents);
+            len = len.max(end);
+        }
+        Ok(self.staged(&old, len, false, rewrite, space))
+    }
+
+    /// Bytes after a chunk's end are zeros in its last block, so that extending the chunk later
+    /// need not look at them. So a truncation inside a block writes that block anew; it may take
+    /// that one block from the reserve.
+    async fn stage_truncate(self, len: u32) -> Result<Staged> {
+        let old =
+            self.look(|h| h.map_or(0..0, |h| segments_of(len, h.meta.len)))?.whole(&self.key)?;
+        let tombstone = old.header.as_ref().is_some_and(|h| h.meta.tombstone);
+        let mut rewrite = Rewrite::new(&old.segments);
+        let mut space = self.no_space();
+        if old.len() <= len {
+            return Ok(self.staged(&old, old.len(), tombstone, rewrite, space));
+        }
+        for at in (len as usize).div_ceil(BLOCK)..(old.len() as usize).div_ceil(BLOCK) {
+            rewrite.set(at, HOLE, 0);
+        }
+        let (at, kept) = (len as usize / BLOCK, len as usize % BLOCK);
+        if kept > 0
+            && let Some(bytes) = self.shared.old_block(&self.key, &old, at).await?
+        {
+            let mut block = self.shared.pool.get_now(BLOCK);
+            block[..kept].copy_from_slice(&bytes[..kept]);
+            block[kept..].fill(0);
+            let sums = vec![crc32c(&block)];
+            let image = Image { first: at, data: vec![block.freeze()], sums };
+            space = self.write(&image, Claim::All, 1).await?;
+            rewrite.place(&image, &space.extents);
+        }
+        Ok(self.staged(&old, len, tombstone, rewrite, space))
+    }
+
+    /// Whole blocks become holes. A block that is zeroed only in part is written anew, from the
+    /// reserve if it must: punching gives space back.
+    async fn stage_punch(self, offset: u32, len: u32) -> Result<Staged> {
+        let end_in =
+            |h: Option<&Header>| h.map_or(0, |h| h.meta.len.min(offset.saturating_add(len)));
+        let old = self.look(|h| segments_of(offset, end_in(h)))?.whole(&self.key)?;
+        let tombstone = old.header.as_ref().is_none_or(|h| h.meta.tombstone);
+        let mut rewrite = Rewrite::new(&old.segments);
+        let mut space = self.no_space();
+        let (from, end) = (offset as usize, end_in(old.header.as_deref()) as usize);
+        if from >= end {
+            return Ok(self.staged(&old, old.len(), tombstone, rewrite, space));
+        }
+        // After the chunk's end the block holds zeros already.
+        let to = if end == old.len() as usize { end.next_multiple_of(BLOCK) } else { end };
+        for at in from.div_ceil(BLOCK)..to / BLOCK {
+            rewrite.set(at, HOLE, 0);
+        }
+        let edges =
+            [(from / BLOCK, !from.is_multiple_of(BLOCK)), (to / BLOCK, !to.is_multiple_of(BLOCK))];
+        let one = edges[0].0 == edges[1].0 && edges[0].1;
+        for (at, cut) in edges.into_iter().take(if one { 1 } else { 2 }) {
+            if !cut {
+                continue;
+            }
+            let Some(bytes) = self.shared.old_block(&self.key, &old, at).await? else { continue };
+            let mut block = self.shared.pool.get_now(BLOCK);
+            block.copy_from_slice(&bytes);
+            block[from.max(at * BLOCK) - at * BLOCK..to.min((at + 1) * BLOCK) - at * BLOCK].fill(0);
+            if block.iter().all(|b| *b == 0) {
+                rewrite.set(at, HOLE, 0);
+                continue;
+            }
+            let sums = vec![crc32c(&block)];
+            let image = Image { first: at, data: vec![block.freeze()], sums };
+            let more = self.write(&image, Claim::All, 1).await?;
+            rewrite.place(&image, &more.extents);
+            space.join(more);
+        }
+        Ok(self.staged(&old, old.len(), tombstone, rewrite, space))
+    }
+
+    /// Stages new contents for the whole chunk, or none. Damaged old records are dropped unread:
+    /// when the target was opened, their blocks were not counted as used either.
+    async fn stage_whole(self, whole: Whole, keep_writers: bool) -> Result<Staged> {
+        let Whole { data, sums, tombstone, damaged } = whole;
+        let old = self.look(|h| match h {
+            Some(h) if h.damaged => 0..MAX_SEGS,
+            h => segments_of(0, h.map_or(0, |h| h.meta.len)),
+        })?;
+        let bytes = total(&data);
+        let mut rewrite = Rewrite::new(&old.segments);
+        rewrite.clear();
+        let mut replaced: u64 = rewrite.freed.iter().map(|e| e.count).sum();
+        for n in segments_of(0, bytes as u32) {
+            if !rewrite.segments.iter().any(|(have, _)| *have == n) {
+                rewrite.segments.push((n, Segment::empty()));
+            }
+        }
+        let mut space = self.no_space();
+        if bytes > 0 {
+            let mut image = self.shared.image(&self.key, &Old::default(), 0, data, sums).await?;
+            if !damaged.is_empty() {
+                image.spoil(&damaged)?;
+            }
+            for part in image.without_zeros(crc32c(&self.shared.zeros[..BLOCK])) {
+                let of_part = replaced.min(part.sums.len() as u64);
+                let more = self.write(&part, Claim::Data(None), of_part).await?;
+                replaced -= of_part;
+                rewrite.place(&part, &more.extents);
+                space.join(more);
+            }
+        }
+        let mut staged = self.staged(&old, bytes as u32, tombstone, rewrite, space);
+        if !keep_writers {
+            staged.writers.clear();
+        }
+        Ok(staged)
+    }
+
+    /// Allocates and writes. `replaced`: how many of the blocks replace others, which become free
+    /// when the update is flushed. On failure, or if dropped halfway, the space is given back
+    /// automatically.
+    async fn write(&self, image: &Image, claim: Claim, replaced: u64) -> Result<Space> {
+        let count = image.sums.len() as u64;
+        debug_assert_eq!(total(&image.data), image.sums.len() * BLOCK, "whole blocks are written");
+        let mut space = self.allocate(Want { count, replaced, claim }).await?;
+        space.in_flight = true;
+        let mut at = 0;
+        let writes = space.extents.iter().map(|e| {
+            let bufs = cut(&image.data, at..at + e.count as usize * BLOCK);
+            at += e.count as usize * BLOCK;
+            self.shared.device.write(e.start * BLOCK as u64, bufs)
+        });
+        try_join_all(writes).await.map_err(|e| e.context(self.key))?;
+        space.in_flight = false;
+        add(&self.shared.counters.writes, 1);
+        add(&self.shared.counters.write_bytes, count * BLOCK as u64);
+        Ok(space)
+    }
+
+    /// Allocates. If space is short, first waits for what deletions, other overwrites and finished
+    /// readers give back.
+    async fn allocate(&self, want: Want) -> Result<Space> {
+        let (shared, overwrites) = (&self.shared, want.fresh() == 0);
+        let alloc = || shared.alloc(want);
+        // An overwrite does not pass those that wait already.
+        if (!overwrites || shared.overwriters.load(Relaxed) == 0)
+            && let Some(space) = alloc()
+        {
+            return Ok(space);
+        }
+        let _turn = if overwrites { Some(Overwriter::queue(shared).await) } else { None };
+        for _ in 0..if overwrites { OVERWRITE_RETRIES } else { FULL_RETRIES } {
+            let reader_done = self.shared.reader_done.notified();
+            self.shared.flush_now().await?;
+            if let Some(space) = alloc() {
+                return Ok(space);
+            }
+            let nothing_comes = {
+                let s = self.shared.state.lock();
+                s.reclaim.is_empty() && (!overwrites || s.replacing == 0)
+            };
+            if nothing_comes {
+                break;
+            }
+            let _ = tokio::time::timeout(FULL_WAIT, reader_done).await;
+        }
+        Err(self.out_of_space(want.count))
+    }
+
+    fn out_of_space(&self, count: u64) -> Error {
+        let (free, granted) = {
+            let s = self.shared.state.lock();
+            (s.alloc.free_blocks(), s.grants.total())
+        };
+        let kept = self.shared.reserve.total();
+        let [count, free, kept, granted] = [count, free, kept, granted].map(|n| n * BLOCK as u64);
+        let m = format!(
+            "{}: no space for {count} bytes on {} ({free} free, {kept} of them kept for truncation and overwriting, {granted} for \
+             what mounts hold back); delete files or add targets",
+            self.key,
+            self.shared.device.name()
+        );
+        Error::new(Code::NoSpc, m)
     }
 }
 
@@ -652,6 +671,11 @@ impl Image {
 impl Rewrite {
     /// Records where an image's blocks were written.
     fn place(&mut self, image: &Image, extents: &[Extent]) {
+        debug_assert_eq!(
+            extents.iter().map(|e| e.count).sum::<u64>(),
+            image.sums.len() as u64,
+            "every block of an image has a place"
+        );
         let blocks = extents.iter().flat_map(|e| e.start..e.start + e.count);
         for (i, (block, sum)) in blocks.zip(&image.sums).enumerate() {
             self.set(image.first + i, block, *sum);
@@ -672,6 +696,11 @@ impl Shared {
         let extents = s.alloc.alloc(want.count, self.reserve.from(want, total, own))?;
         let granted = want.session().map(|session| (session, s.grants.take(session, want.count)));
         s.replacing += want.replaced;
+        debug_assert_eq!(extents.iter().map(|e| e.count).sum::<u64>(), want.count);
+        debug_assert!(
+            extents.iter().all(|e| e.start >= DATA_START),
+            "blocks of the superblock were free"
+        );
         Some(Space {
             shared: self.clone(),
             extents,

@@ -4,7 +4,6 @@
 use strake_fabric::{Buf, Pool};
 use strake_proto::{Code, Error, Result, checksum::crc32c};
 
-use super::TargetIdentity;
 use crate::device::{BLOCK, Device};
 
 const MAGIC: &[u8; 8] = b"STRAKEOS";
@@ -16,12 +15,30 @@ const INCARNATION_AT: usize = LEN - 12;
 /// First block that holds chunk data. The blocks below are the superblock's or reserved.
 pub const DATA_START: u64 = 256;
 
+/// Which cluster and node a target belongs to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TargetIdentity {
+    /// All zeros until the target has joined a cluster.
+    pub fs_uuid: [u8; 16],
+    /// Chosen when the target was made; never changes.
+    pub target_uuid: [u8; 16],
+    /// [`strake_proto::ids::TARGET_UNASSIGNED`] until the mds has assigned one.
+    pub target_id: u32,
+    /// Name of the node it belongs to, at most 255 bytes.
+    pub node: String,
+    /// Incarnation of the metadata group that it last registered with. Only this group, or one of a
+    /// later incarnation, may use the target.
+    pub incarnation: u64,
+}
+
+/// What the first blocks of a target say.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Superblock {
     /// Counts writes; the copy with the higher one is current, and lies in block `sequence % 2`.
     pub sequence: u64,
     /// Blocks of the device this target uses, from block 0.
     pub blocks: u64,
+    /// Which cluster and node the target belongs to.
     pub identity: TargetIdentity,
 }
 

@@ -32,9 +32,11 @@ const MARK_BLOCK: u64 = 2;
 pub struct TableDigest {
     /// Batches that changed the table, since it was made or since it first had a digest.
     pub flushes: u64,
+    /// Header and segment records.
     pub records: u64,
     /// Over keys alone, so that a damaged value does not hide a lost record.
     pub keys: u64,
+    /// Over the checksums of keys with their values.
     pub values: u64,
     /// A record was damaged when the target was opened, or when it was replaced, so `values` may be
     /// wrong.
@@ -53,12 +55,14 @@ fn value_sum(value: &[u8]) -> u64 {
 }
 
 impl TableDigest {
+    /// A record is in the table now.
     pub fn add(&mut self, key: &[u8], value: &[u8]) {
         self.records = self.records.wrapping_add(1);
         self.keys = self.keys.wrapping_add(scatter(u64::from(crc32c(key))));
         self.values = self.values.wrapping_add(value_sum(value));
     }
 
+    /// A record is in the table no longer.
     pub fn remove(&mut self, key: &[u8], value: &[u8]) {
         self.records = self.records.wrapping_sub(1);
         self.keys = self.keys.wrapping_sub(scatter(u64::from(crc32c(key))));
@@ -71,6 +75,7 @@ impl TableDigest {
         (self.records, self.keys) == (found.records, found.keys) && values
     }
 
+    /// The record's value.
     pub fn encode(&self) -> Bytes {
         let mut b = BytesMut::with_capacity(40);
         b.put_u8(record::FORMAT);
@@ -104,11 +109,14 @@ impl TableDigest {
 /// A mark on the device: the table of target `uuid` was synced with a digest of `flushes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
+    /// UUID of the target.
     pub uuid: [u8; 16],
+    /// Batches that changed the table before it was synced.
     pub flushes: u64,
 }
 
 impl Mark {
+    /// The block as it is on the device.
     pub fn encode(&self) -> [u8; LEN] {
         let mut b = [0; LEN];
         b[0..8].copy_from_slice(MAGIC);

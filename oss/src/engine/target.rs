@@ -5,7 +5,7 @@
 
 use std::{
     collections::BTreeSet,
-    fs::{self, File, OpenOptions, TryLockError},
+    fs::{self, File},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -18,9 +18,11 @@ use strake_runtime::private;
 use strake_store::{FjallStore, fjall_store};
 
 use super::{
-    Engine, Options, TargetIdentity,
+    api::Engine,
+    folder::{Folder, at, lock, sync_dir},
     open::{empty_table, is_of_another},
-    superblock::Superblock,
+    options::Options,
+    superblock::{Superblock, TargetIdentity},
     table_digest::Mark,
     used::{self, Used},
 };
@@ -30,21 +32,24 @@ const DATA: &str = "data";
 const TABLE: &str = "table";
 /// The empty table that will replace a damaged one; after the swap, the damaged one until renamed.
 const NEXT: &str = "table.next";
-const LOCK: &str = "target.lock";
 const INCOMPLETE: &str = "INCOMPLETE";
 
 /// Where a new target stores its data.
 #[derive(Clone, Debug)]
 pub enum TargetLayout {
     /// A sparse file of this many bytes in the target's folder.
-    File { size: u64 },
+    File {
+        /// Bytes.
+        size: u64,
+    },
     /// A whole block device or NVMe namespace, or an SPDK device; everything on it is lost. Refused
     /// if it seems to hold anything, unless `force`.
-    BlockDevice { path: PathBuf, force: bool },
-}
-
-fn at(path: &Path, e: std::io::Error) -> Error {
-    Error::from(e).context(path.display())
+    BlockDevice {
+        /// The device's path, or the name of an SPDK device.
+        path: PathBuf,
+        /// Make the target even if something is on the device.
+        force: bool,
+    },
 }
 
 /// Bytes at the start of a block device that must be zeros before a target is made on it: labels of
@@ -165,7 +170,9 @@ async fn check_blank(device: &dyn Device) -> Result<()> {
 
 /// The result of opening a target's folder.
 pub enum Opened {
+    /// The target can be served.
     Whole(Arc<Engine>),
+    /// The target cannot be served as it is.
     Damaged(Damaged),
 }
 
@@ -179,15 +186,11 @@ impl Opened {
     }
 }
 
-/// The folder of a target, locked.
-pub(super) struct Folder {
-    pub path: PathBuf,
-    lock: File,
-}
-
 /// A target that cannot be served as it is. Its folder stays locked as long as this lives.
 pub struct Damaged {
+    /// The target's folder.
     pub path: PathBuf,
+    /// What is damaged.
     pub why: Error,
     /// The target's identity, if its device could be read.
     pub id: Option<TargetIdentity>,
@@ -371,22 +374,4 @@ impl Damaged {
         sync_dir(&self.path)?;
         Ok(to)
     }
-}
-
-fn lock(path: &Path) -> Result<File> {
-    let name = path.join(LOCK);
-    let open = OpenOptions::new().create(true).truncate(false).write(true).open(&name);
-    let file = open.map_err(|e| at(&name, e))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => Err(Error::new(
-            Code::Busy,
-            format!("{}: another process serves this target", path.display()),
-        )),
-        Err(TryLockError::Error(e)) => Err(at(&name, e)),
-    }
-}
-
-fn sync_dir(path: &Path) -> Result<()> {
-    File::open(path).and_then(|d| d.sync_all()).map_err(|e| at(path, e))
 }

@@ -6,10 +6,10 @@ use strake_fabric::admin;
 use strake_proto::{Code, Result, pb};
 use tonic::{Request, Response, Status};
 
-use super::{disk::More, node::Node, scrub::Ask};
+use super::{add_targets::AddTargets, node::Node, scrub::Ask, status::status};
 use pb::admin_server::{Admin, AdminServer};
 
-struct Shell(Arc<Node>, Arc<More>);
+struct Shell(Arc<Node>, Arc<AddTargets>);
 
 #[tonic::async_trait]
 impl Admin for Shell {
@@ -17,7 +17,7 @@ impl Admin for Shell {
         &self,
         _: Request<pb::StatusRequest>,
     ) -> Result<Response<pb::StatusReply>, Status> {
-        Ok(Response::new(self.0.status()))
+        Ok(Response::new(status(&self.0)))
     }
     async fn scrub(
         &self,
@@ -35,7 +35,8 @@ impl Admin for Shell {
                 )));
             }
         };
-        let targets = self.0.scrub(ask, &r.targets).map_err(|e| Status::not_found(e.message))?;
+        let targets =
+            self.0.targets.scrub(ask, &r.targets).map_err(|e| Status::not_found(e.message))?;
         Ok(Response::new(pb::ScrubReply { targets }))
     }
     async fn add_targets(
@@ -44,7 +45,7 @@ impl Admin for Shell {
     ) -> Result<Response<pb::AddTargetsReply>, Status> {
         let (node, more) = (self.0.clone(), self.1.clone());
         // A task of its own, so that it finishes even if the caller does not wait.
-        let added = tokio::spawn(async move { more.add(&node).await }).await;
+        let added = tokio::spawn(async move { more.add(&node.targets).await }).await;
         let added = added.map_err(|e| Status::internal(e.to_string()))?;
         let targets = added.map_err(|e| match e.code {
             Code::Disconnected | Code::TimedOut => Status::unavailable(e.message),
@@ -63,11 +64,11 @@ impl Admin for Shell {
 /// Serves until the future is dropped. Fails at once if the address cannot be bound.
 pub(super) fn serve(
     node: Arc<Node>,
-    more: Arc<More>,
+    more: Arc<AddTargets>,
     at: SocketAddr,
     cluster_key: &[u8; 32],
 ) -> Result<impl Future<Output = ()> + Send + use<>> {
-    let env = node.env.clone();
+    let env = node.ctx.env.clone();
     let router = admin::builder().add_service(AdminServer::new(Shell(node, more)));
     admin::serve(at, env, cluster_key, router)
 }

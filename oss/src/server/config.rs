@@ -70,6 +70,7 @@ pub struct Config {
     /// The metadata servers, in any order.
     #[serde(deserialize_with = "endpoints")]
     pub mds: Vec<Endpoint>,
+    /// The targets of this server.
     #[serde(default)]
     pub targets: Vec<TargetConfig>,
     /// Milliseconds between heartbeats.
@@ -178,6 +179,7 @@ impl Config {
         }
     }
 
+    /// `Inval` for values that cannot work, with the key's name.
     pub fn check(&self) -> Result<()> {
         let bad =
             |m: &str| Err(Error::new(Code::Inval, format!("storage server configuration: {m}")));

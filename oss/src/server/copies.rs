@@ -13,25 +13,22 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::{Buf, Message};
+use strake_fabric::Buf;
 use strake_proto::{
     ChunkId, Code, Error, Result, TargetId,
     checksum::{self, block_sums, crc32c},
-    data::{DataReply, DataRequest, Version},
+    data::{DataReply, Version},
     map::ChainExt,
-    opcode,
     pb::{self, ReplicaState},
 };
 use tokio::time::Instant;
 
-use super::{
-    leave::{ANNOUNCE, NO_CHUNK},
-    peers::Lane,
-    replica::Replica,
-    scrub,
-};
-use crate::{chain::rows::Copies, engine::Look};
+use super::replica::Replica;
+use crate::chain::rows::Copies as Rows;
 
+/// How often a target that has left a chain tells the replicas in sync that it is there, and asks
+/// again about the chunks that it keeps.
+pub(super) const ANNOUNCE: Duration = Duration::from_secs(30);
 const BLOCK: u32 = checksum::BLOCK as u32;
 /// Bytes that are asked for at once.
 const PIECE: u32 = 64 * BLOCK;
@@ -40,14 +37,14 @@ const REMEMBERED: Duration = Duration::from_secs(5 * ANNOUNCE.as_secs());
 
 /// After a member that is out of service did not answer, none of them is asked for so long. After
 /// they could not help with a chunk, they are not asked about that chunk for so long.
-const AWAY_AGAIN: Duration = Duration::from_millis(500);
+const OFFLINE_AGAIN: Duration = Duration::from_millis(500);
 /// How long updates of the chunk wait for the answer of such a member, which may be unreachable.
-const AWAY_PATIENCE: Duration = Duration::from_millis(500);
+const OFFLINE_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Members of a chain that are out of service. Most are dead, but one that is shut out because of a
 /// bad link may still be reachable from here.
 #[derive(Default)]
-pub(super) struct Away(Mutex<Asked>);
+struct OfflineMembers(Mutex<Asked>);
 
 #[derive(Default)]
 struct Asked {
@@ -57,7 +54,7 @@ struct Asked {
     in_vain: BTreeMap<ChunkId, Instant>,
 }
 
-impl Away {
+impl OfflineMembers {
     fn may_be_asked(&self, chunk: ChunkId, now: Instant) -> bool {
         let asked = self.0.lock();
         !asked.silent.is_some_and(|at| is_recent(at, now))
@@ -76,14 +73,14 @@ impl Away {
 }
 
 fn is_recent(at: Instant, now: Instant) -> bool {
-    now.saturating_duration_since(at) < AWAY_AGAIN
+    now.saturating_duration_since(at) < OFFLINE_AGAIN
 }
 
 /// Targets that have left a chain and still have something of it.
 #[derive(Default)]
-pub(super) struct Formers(Mutex<BTreeMap<TargetId, Instant>>);
+struct FormerMembers(Mutex<BTreeMap<TargetId, Instant>>);
 
-impl Formers {
+impl FormerMembers {
     /// Records that a target was heard of. Returns whether that is news.
     fn heard(&self, target: TargetId, now: Instant) -> bool {
         let mut known = self.0.lock();
@@ -124,36 +121,54 @@ pub(super) struct Found {
     pub unasked: Option<Error>,
 }
 
-impl Replica {
+/// See the module.
+pub(super) struct Copies {
+    replica: Arc<Replica>,
+    formers: FormerMembers,
+    offline: OfflineMembers,
+}
+
+impl Copies {
+    pub(super) fn new(replica: Arc<Replica>) -> Arc<Copies> {
+        let (formers, offline) = (FormerMembers::default(), OfflineMembers::default());
+        Arc::new(Copies { replica, formers, offline })
+    }
+
+    /// A target that has left the chain asks about its data. Returns whether that is news.
+    pub(super) fn heard_former(&self, target: TargetId) -> bool {
+        self.formers.heard(target, Instant::now())
+    }
+
     /// Targets that may have a copy but are not in sync.
     fn others_out_of_sync(&self) -> BTreeSet<TargetId> {
-        let map = self.node.map.load();
-        let Some(chain) = map.chain(self.chain) else { return BTreeSet::new() };
+        let map = self.replica.ctx.map.load();
+        let Some(chain) = map.chain(self.replica.chain) else { return BTreeSet::new() };
         let there = |r: &&pb::Replica| {
             matches!(r.state(), ReplicaState::ReplicaSyncing | ReplicaState::ReplicaWaiting)
         };
         let there = chain.replicas.iter().filter(there).map(|r| r.target);
         let left =
             self.formers.now(Instant::now()).into_iter().filter(|t| chain.state_of(*t).is_none());
-        there.chain(left).filter(|t| *t != self.id).collect()
+        there.chain(left).filter(|t| *t != self.replica.id).collect()
     }
 
     /// Members of the chain that are out of service, if they may be asked about the chunk now.
-    fn members_away(&self, chunk: ChunkId) -> Vec<TargetId> {
-        if !self.away.may_be_asked(chunk, Instant::now()) {
+    fn offline_members(&self, chunk: ChunkId) -> Vec<TargetId> {
+        if !self.offline.may_be_asked(chunk, Instant::now()) {
             return Vec::new();
         }
-        let map = self.node.map.load();
-        let is_away =
-            |r: &&pb::Replica| r.state() == ReplicaState::ReplicaOffline && r.target != self.id;
-        map.chain(self.chain).map_or_else(Vec::new, |c| {
-            c.replicas.iter().filter(is_away).map(|r| r.target).collect()
+        let map = self.replica.ctx.map.load();
+        let is_offline = |r: &&pb::Replica| {
+            r.state() == ReplicaState::ReplicaOffline && r.target != self.replica.id
+        };
+        map.chain(self.replica.chain).map_or_else(Vec::new, |c| {
+            c.replicas.iter().filter(is_offline).map(|r| r.target).collect()
         })
     }
 
     /// Whether lost data of the chunk may be found now, in the same epoch.
     pub(super) fn may_be_found(&self, chunk: ChunkId) -> bool {
-        !self.members_away(chunk).is_empty()
+        !self.offline_members(chunk).is_empty()
     }
 
     /// Looks for good copies of damaged blocks of the committed chunk. The caller holds its slot.
@@ -172,18 +187,18 @@ impl Replica {
                 found.unasked = Some(e);
             }
         }
-        let away = self.members_away(chunk);
-        for to in &away {
+        let offline = self.offline_members(chunk);
+        for to in &offline {
             if found.left.is_empty() {
                 break;
             }
             let search = self.search_in(*to, chunk, version, &mut found);
-            if !matches!(tokio::time::timeout(AWAY_PATIENCE, search).await, Ok(Ok(()))) {
-                self.away.is_silent(Instant::now());
+            if !matches!(tokio::time::timeout(OFFLINE_PATIENCE, search).await, Ok(Ok(()))) {
+                self.offline.is_silent(Instant::now());
             }
         }
-        if !away.is_empty() && !found.left.is_empty() {
-            self.away.could_not_help(chunk, Instant::now());
+        if !offline.is_empty() && !found.left.is_empty() {
+            self.offline.could_not_help(chunk, Instant::now());
         }
         found.parts.sort_by_key(|p| p.at.start);
         found.left = joined(found.left);
@@ -210,7 +225,7 @@ impl Replica {
                 Err(e) => {
                     tracing::debug!(
                         "chunk {chunk} of chain {}: target {to} cannot help: {e}",
-                        self.chain
+                        self.replica.chain
                     );
                     if e.is_retryable() {
                         return Err(e);
@@ -232,18 +247,28 @@ impl Replica {
         parts: &mut Vec<Part>,
         left: &mut Vec<Range<u32>>,
     ) -> Result<()> {
-        let sums = self.engine().sums(&self.key(chunk), part.clone())?;
+        let sums = self.replica.engine().sums(&self.replica.key(chunk), part.clone())?;
         let (mut good, mut bad) = (Vec::new(), Vec::new());
         for start in (part.start..part.end).step_by(PIECE as usize) {
             let piece = start..part.end.min(start + PIECE);
             let of_piece = &sums[((start - part.start) / BLOCK) as usize..];
-            match self.copy_of(to, chunk, piece.clone()).await {
+            match self
+                .replica
+                .links
+                .copy_of(to, self.replica.view().epoch, chunk, piece.clone())
+                .await
+            {
                 Ok(copy) => judge(to, &copy, version, piece, of_piece, &mut good, &mut bad),
                 // Some of it is damaged there, too: ask block by block.
                 Err(e) if e.code == Code::Corrupt && piece.end - piece.start > BLOCK => {
                     for (i, at) in (piece.start..piece.end).step_by(BLOCK as usize).enumerate() {
                         let block = at..piece.end.min(at + BLOCK);
-                        match self.copy_of(to, chunk, block.clone()).await {
+                        match self
+                            .replica
+                            .links
+                            .copy_of(to, self.replica.view().epoch, chunk, block.clone())
+                            .await
+                        {
                             Ok(copy) => judge(
                                 to,
                                 &copy,
@@ -266,96 +291,6 @@ impl Replica {
         left.append(&mut bad);
         Ok(())
     }
-
-    /// A target's bytes of a part of a chunk, as far as its copy reaches, at whatever version.
-    pub(super) async fn copy_of(
-        &self,
-        to: TargetId,
-        chunk: ChunkId,
-        part: Range<u32>,
-    ) -> Result<(DataReply, Vec<Buf>)> {
-        let (offset, len) = (part.start, part.end - part.start);
-        let r = DataRequest {
-            offset,
-            len,
-            ..DataRequest::new(self.chain, self.view().epoch, to, chunk)
-        };
-        let (reply, data) =
-            self.call(to, Lane::Other, Message::new(opcode::READ_COPY, r.encode())).await?;
-        if checksum::verify(u64::from(offset), data.iter().map(|b| &b[..]), &reply.sums).is_some() {
-            return Err(Error::new(
-                Code::Resend,
-                format!("what target {to} has of chunk {chunk} was damaged on its way"),
-            ));
-        }
-        Ok((reply, data))
-    }
-
-    /// Handles a VOUCH: whether this in-sync replica can read its whole copy of the chunk, if need
-    /// be after a repair with the help of the asking target. `Corrupt` if not.
-    pub(super) async fn vouch(self: &Arc<Self>, r: &DataRequest) -> Result<DataReply> {
-        self.check_in_sync(r.epoch)?;
-        let asks = TargetId::try_from(r.session)
-            .map_err(|_| Error::new(Code::Inval, "no target's number"))?;
-        if self.formers.heard(asks, Instant::now()) {
-            // The asking target may have data that was lost so far.
-            let me = self.clone();
-            self.node.env.spawn(async move { me.mend_all().await });
-        }
-        if r.chunk != NO_CHUNK {
-            let patience = Duration::from_millis(self.node.cfg.peer_timeout_ms) * 3 / 4;
-            let late = |_| {
-                Error::new(Code::Overloaded, format!("it takes long to read chunk {}", r.chunk))
-            };
-            tokio::time::timeout(patience, self.can_read(r.chunk)).await.map_err(late)??;
-            self.check_in_sync(r.epoch)?;
-        }
-        let busy = self.target.foreground.is_busy(Instant::now());
-        Ok(DataReply { epoch: r.epoch, len: u32::from(busy), ..DataReply::default() })
-    }
-
-    fn check_in_sync(&self, epoch: u64) -> Result<()> {
-        self.check_member(epoch)?;
-        self.target.check_in()?;
-        if self.view().serving() {
-            return Ok(());
-        }
-        Err(Error::new(
-            Code::NotServing,
-            format!("chain {} is not in sync on target {}", self.chain, self.id),
-        ))
-    }
-
-    async fn can_read(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
-        let key = self.key(chunk);
-        let whole = |l: Option<Look>| l.is_none_or(|l| l.is_whole());
-        let look =
-            async || self.engine().check_whole(&key).await.inspect_err(|e| self.cannot_look(e));
-        if whole(look().await?) {
-            Copies::Vouched.taken();
-            return Ok(());
-        }
-        // Search again even for data known as lost: the asking target may not have been there
-        // before.
-        let mended = self.mend(chunk, None).await;
-        if mended.is_ok() && whole(look().await?) {
-            Copies::Mended.taken();
-            return Ok(());
-        }
-        Copies::Refused.taken();
-        mended?;
-        Err(Error::new(Code::Corrupt, format!("chunk {chunk} is damaged on target {}", self.id)))
-    }
-
-    /// Tries again to repair the chunks known to be damaged.
-    async fn mend_all(self: Arc<Self>) {
-        for (key, _) in self.target.damage.open().into_iter().filter(|(k, _)| k.chain == self.chain)
-        {
-            if let Err(e) = scrub::mend(&self, key.chunk).await {
-                tracing::debug!("{key}: {e}");
-            }
-        }
-    }
 }
 
 /// Sorts the blocks of a part read from another copy into `good` (the lost blocks) and `bad`.
@@ -377,10 +312,10 @@ fn judge(
     {
         let at = at..part.end.min(at + BLOCK);
         let row = match sum {
-            Some(sum) if crc32c(block) == *sum => Copies::Same,
-            None if whole && reply.version == version => Copies::Version,
+            Some(sum) if crc32c(block) == *sum => Rows::Same,
+            None if whole && reply.version == version => Rows::Version,
             _ => {
-                Copies::Other.taken();
+                Rows::Other.taken();
                 bad.push(at);
                 continue;
             }
@@ -479,26 +414,29 @@ mod tests {
     }
 
     #[test]
-    fn members_away_are_left_alone_for_a_while() {
-        let (away, t) = (Away::default(), Instant::now());
+    fn offline_members_are_left_alone_for_a_while() {
+        let (offline, t) = (OfflineMembers::default(), Instant::now());
         let chunk = |index| ChunkId { ino: 7, data: 7, index };
         let (a, b) = (chunk(0), chunk(1));
-        assert!(away.may_be_asked(a, t));
-        away.could_not_help(a, t);
+        assert!(offline.may_be_asked(a, t));
+        offline.could_not_help(a, t);
         assert!(
-            !away.may_be_asked(a, t)
-                && away.may_be_asked(b, t)
-                && away.may_be_asked(a, t + AWAY_AGAIN)
+            !offline.may_be_asked(a, t)
+                && offline.may_be_asked(b, t)
+                && offline.may_be_asked(a, t + OFFLINE_AGAIN)
         );
-        away.could_not_help(b, t + AWAY_AGAIN);
-        assert_eq!(away.0.lock().in_vain.len(), 1);
-        away.is_silent(t + AWAY_AGAIN);
-        assert!(!away.may_be_asked(a, t + AWAY_AGAIN) && away.may_be_asked(a, t + 2 * AWAY_AGAIN));
+        offline.could_not_help(b, t + OFFLINE_AGAIN);
+        assert_eq!(offline.0.lock().in_vain.len(), 1);
+        offline.is_silent(t + OFFLINE_AGAIN);
+        assert!(
+            !offline.may_be_asked(a, t + OFFLINE_AGAIN)
+                && offline.may_be_asked(a, t + 2 * OFFLINE_AGAIN)
+        );
     }
 
     #[test]
     fn one_that_has_left_is_remembered_for_a_while() {
-        let (f, t) = (Formers::default(), Instant::now());
+        let (f, t) = (FormerMembers::default(), Instant::now());
         assert!(f.heard(3, t) && !f.heard(3, t + ANNOUNCE) && f.heard(4, t));
         assert_eq!(f.now(t + REMEMBERED), [3]);
         assert!(f.heard(4, t + REMEMBERED));

@@ -94,7 +94,7 @@ impl Damage {
     /// Begins with the findings of earlier runs of the server.
     pub(super) fn of(engine: Arc<Engine>) -> Damage {
         let mut inner = Inner::default();
-        for (key, found) in engine.findings(KEPT_OPEN) {
+        for (key, found) in engine.notes().findings(KEPT_OPEN) {
             let Found { lost, record, part, bytes, unix_ms, epoch, version, left, cause } = found;
             let still = Still { epoch, version, lost, left, cause };
             inner.open.insert(key, still.clone());
@@ -125,7 +125,7 @@ impl Damage {
         else {
             return;
         };
-        if let Err(e) = engine.sync_chain_views().await {
+        if let Err(e) = engine.notes().sync().await {
             tracing::warn!("{}: cannot keep what was found damaged: {e}", engine.device().name());
         }
     }
@@ -148,7 +148,7 @@ impl Damage {
                 cause: s.cause.clone(),
             }
         });
-        match engine.note_finding(key, found.as_ref()) {
+        match engine.notes().note_finding(key, found.as_ref()) {
             Ok(()) => self.unsynced.store(true, Ordering::Release),
             Err(e) => tracing::warn!("{key}: that it is damaged cannot be written down: {e}"),
         }

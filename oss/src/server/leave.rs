@@ -4,7 +4,10 @@
 //! the help of this target if it cannot (`copies.rs`).
 
 use std::{
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -17,19 +20,14 @@ use strake_proto::{
 };
 use tokio::time::Instant;
 
-use super::{peers::Lane, replica::Replica};
-use crate::{chain::rows::Copies, engine::Update};
+use super::{copies::ANNOUNCE, links::NO_CHUNK, peers::Lane, replica::Replica};
+use crate::{chain::rows::Copies as Rows, engine::Update};
 
 /// Chunks per step, and the pause after each step.
 const PAGE: usize = 256;
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
-/// How often the chain is asked again about chunks that are kept, and is told that this target is
-/// there.
-pub(super) const ANNOUNCE: Duration = Duration::from_secs(30);
-/// In VOUCH: asks about no chunk.
-pub(super) const NO_CHUNK: ChunkId = ChunkId { ino: 0, data: 0, index: 0 };
 
 /// What a pass over a chain did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,13 +37,34 @@ struct Pass {
     kept: usize,
 }
 
-impl Replica {
+/// See the module.
+pub(super) struct Departure {
+    replica: Arc<Replica>,
+    /// Chunks that this target keeps though it has left the chain.
+    kept: AtomicU64,
+}
+
+impl Departure {
+    pub(super) fn new(replica: Arc<Replica>) -> Arc<Departure> {
+        Arc::new(Departure { replica, kept: AtomicU64::new(0) })
+    }
+
+    /// How many chunks this target keeps though it has left the chain.
+    pub(super) fn kept(&self) -> u64 {
+        self.kept.load(Ordering::Relaxed)
+    }
+
+    /// The chain has a new epoch.
+    pub(super) fn begin_epoch(&self) {
+        self.kept.store(0, Ordering::Relaxed);
+    }
+
     /// Offers this target's data of the chain, which it has left, to the in-sync replicas, and
     /// removes what they do not need, until the chain changes. `whole`: all the replicas that the
     /// chain should have are in sync.
     pub(super) async fn leave(self: Arc<Self>, epoch: u64, whole: bool) {
         let (mut pause, mut kept) = (PAUSE_MIN, 0);
-        while self.goes_on(epoch) {
+        while self.replica.goes_on(epoch) {
             let done =
                 if whole { self.forget_all(epoch).await } else { self.announce(epoch).await };
             let wait = match done {
@@ -53,16 +72,16 @@ impl Replica {
                     if pass.gone > 0 {
                         tracing::info!(
                             "chain {}: {} chunks are gone from target {}, which has left it",
-                            self.chain,
+                            self.replica.chain,
                             pass.gone,
-                            self.id
+                            self.replica.id
                         );
                     }
                     if pass.kept > kept {
                         tracing::error!(
                             "chain {}: target {} has left it and keeps {} chunks that are damaged on replicas in sync",
-                            self.chain,
-                            self.id,
+                            self.replica.chain,
+                            self.replica.id,
                             pass.kept
                         );
                     }
@@ -77,10 +96,10 @@ impl Replica {
                 Err(e) => {
                     tracing::debug!(
                         "chain {}: cannot remove what target {} has left of it: {e}",
-                        self.chain,
-                        self.id
+                        self.replica.chain,
+                        self.replica.id
                     );
-                    self.target.note(&e);
+                    self.replica.target.note(&e);
                     let wait = pause;
                     pause = (pause * 2).min(PAUSE_MAX);
                     wait
@@ -91,37 +110,38 @@ impl Replica {
     }
 
     /// Tells the chain that this target is there, if it has data of it.
-    async fn announce(self: &Arc<Self>, epoch: u64) -> Result<Pass> {
-        if !self.engine().list(self.chain, None, 1)?.is_empty() {
-            Copies::Waits.taken();
+    async fn announce(&self, epoch: u64) -> Result<Pass> {
+        if !self.replica.engine().list(self.replica.chain, None, 1)?.is_empty() {
+            Rows::Waits.taken();
             self.others_vouch(epoch, NO_CHUNK).await?;
         }
         Ok(Pass::default())
     }
 
-    async fn forget_all(self: &Arc<Self>, epoch: u64) -> Result<Pass> {
+    async fn forget_all(&self, epoch: u64) -> Result<Pass> {
         let mut pass = Pass::default();
         // The target must durably know that it left before it removes anything.
         let (mut known, mut after) = (false, None);
         loop {
-            let page = self.engine().list(self.chain, after, PAGE)?;
+            let page = self.replica.engine().list(self.replica.chain, after, PAGE)?;
             let Some(last) = page.last().map(|e| e.chunk) else { return Ok(pass) };
             if !std::mem::replace(&mut known, true) {
-                self.engine().sync_chain_views().await?;
+                self.replica.engine().notes().sync().await?;
             }
             let asked =
                 page.into_iter().map(|e| async move { (e.chunk, self.can_go(epoch, &e).await) });
-            let mut answers = stream::iter(asked).buffered(self.node.cfg.sync_parallel);
+            let mut answers = stream::iter(asked).buffered(self.replica.ctx.cfg.sync_parallel);
             while let Some((chunk, can_go)) = answers.next().await {
-                if !self.goes_on(epoch) {
+                if !self.replica.goes_on(epoch) {
                     return Ok(pass);
                 }
                 if !can_go? {
                     pass.kept += 1;
                     continue;
                 }
-                let staged = self.engine().stage(self.key(chunk), Update::Remove).await?;
-                self.forget_staged(staged, epoch)?;
+                let staged =
+                    self.replica.engine().stage(self.replica.key(chunk), Update::Remove).await?;
+                self.replica.forget_staged(staged, epoch)?;
                 pass.gone += 1;
             }
             after = Some(last);
@@ -130,15 +150,15 @@ impl Replica {
     }
 
     /// Whether this target's copy of a chunk is no longer needed.
-    async fn can_go(self: &Arc<Self>, epoch: u64, e: &ListEntry) -> Result<bool> {
+    async fn can_go(&self, epoch: u64, e: &ListEntry) -> Result<bool> {
         // A chunk with a damaged header cannot be read.
         let worthless = e.tombstone || e.version == Version::default();
-        if worthless || !self.node.cfg.keep_until_read {
+        if worthless || !self.replica.ctx.cfg.keep_until_read {
             return Ok(true);
         }
         let begun = Instant::now();
         let (can_go, busy) = self.others_vouch(epoch, e.chunk).await?;
-        self.make_way(Duration::ZERO, begun.elapsed(), busy).await;
+        self.replica.target.foreground.make_way(Duration::ZERO, begun.elapsed(), busy).await;
         Ok(can_go)
     }
 
@@ -146,10 +166,16 @@ impl Replica {
     /// for one of them.
     async fn others_vouch(&self, epoch: u64, chunk: ChunkId) -> Result<(bool, bool)> {
         let (mut all, mut busy) = (true, false);
-        for to in self.view().serving {
-            let session = u64::from(self.id);
-            let r = DataRequest { session, ..DataRequest::new(self.chain, epoch, to, chunk) };
-            match self.call(to, Lane::Vouch, Message::new(opcode::VOUCH, r.encode())).await {
+        for to in self.replica.view().serving {
+            let session = u64::from(self.replica.id);
+            let r =
+                DataRequest { session, ..DataRequest::new(self.replica.chain, epoch, to, chunk) };
+            match self
+                .replica
+                .links
+                .call(to, Lane::Vouch, Message::new(opcode::VOUCH, r.encode()))
+                .await
+            {
                 Ok((answer, _)) => busy |= answer.len != 0,
                 Err(e) if matches!(e.code, Code::Corrupt | Code::Overloaded) => all = false,
                 Err(e) => return Err(e),

@@ -18,30 +18,22 @@ use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use strake_proto::{
-    ChainId, Code, Error, Result,
+    ChainId, Code, Error,
     ids::TARGET_UNASSIGNED,
     map::{ChainExt, MapView},
     pb::{self, Chain, ReplicaState},
 };
 use tokio::sync::Notify;
 
-use super::{
-    TargetConfig, disk,
-    node::{Node, follows},
-};
-use crate::engine::{Damaged, Engine, Opened, Options, TargetIdentity};
+use super::{config::TargetConfig, group::follows};
+use crate::engine::{Damaged, TargetIdentity};
 
-/// Between two looks at the map.
-const LOOK: Duration = Duration::from_millis(500);
-/// Pause after a failure.
-const AGAIN: Duration = Duration::from_secs(30);
-/// Between two looks at a folder that lacks something (`SOON`), and at one that is complete but
-/// refused (`LATER`): opening that one costs a read of its table.
-const SOON: Duration = Duration::from_secs(5);
-const LATER: Duration = Duration::from_secs(60);
-const NEXT_STEP: &str = "see docs/operations.md, \"A target that is refused\"";
+/// What an administrator can do.
+pub(super) const NEXT_STEP: &str = "see docs/operations.md, \"A target that is refused\"";
 
-enum What {
+/// Why a target does not serve.
+#[derive(Clone)]
+pub(super) enum What {
     Damaged(Arc<Damaged>),
     Refused(Error),
 }
@@ -90,7 +82,7 @@ impl RefusedTarget {
         }
     }
 
-    fn why(&self) -> Error {
+    pub(super) fn why(&self) -> Error {
         match &*self.what.lock() {
             What::Damaged(d) => d.why.clone(),
             What::Refused(e) => e.clone(),
@@ -116,11 +108,13 @@ impl RefusedTarget {
         self.news.notify_one();
     }
 
-    fn is_asked(&self) -> bool {
+    /// Whether an administrator asked for a look.
+    pub(super) fn is_asked(&self) -> bool {
         self.asked.lock().is_some()
     }
 
-    async fn nap(&self, long: Duration) {
+    /// Waits, until an administrator asks for a look.
+    pub(super) async fn nap(&self, long: Duration) {
         tokio::select! {
             biased;
             () = self.news.notified() => {}
@@ -128,8 +122,30 @@ impl RefusedTarget {
         }
     }
 
+    /// Its state.
+    pub(super) fn what(&self) -> What {
+        self.what.lock().clone()
+    }
+
+    /// What an administrator asked for, once.
+    pub(super) fn take_asked(&self) -> Option<TargetConfig> {
+        self.asked.lock().take()
+    }
+
+    /// Releases the lock that a damaged target keeps on its folder, so that it can be opened.
+    pub(super) fn release(&self) {
+        let why = self.why();
+        *self.what.lock() = What::Refused(why);
+    }
+
+    /// It is looked at from time to time.
+    pub(super) fn is_looked_at(&self, every: Duration) {
+        *self.now.lock() =
+            format!("it is looked at again every {every:?}, and at SIGHUP; {NEXT_STEP}");
+    }
+
     /// Sets its state. Logs a change once.
-    fn is(&self, what: What) {
+    pub(super) fn is(&self, what: What) {
         let (before, is_damaged) = (self.why().message, matches!(what, What::Damaged(_)));
         *self.what.lock() = what;
         let why = self.why();
@@ -141,7 +157,8 @@ impl RefusedTarget {
         }
     }
 
-    fn is_now(&self, what: String) {
+    /// What happens with it next. Logs a change once.
+    pub(super) fn is_now(&self, what: String) {
         let mut now = self.now.lock();
         if *now != what {
             tracing::warn!("{}: {what}", self.path.display());
@@ -232,109 +249,6 @@ pub(super) fn needed(
     (!counted.is_empty()).then(m)
 }
 
-/// Brings a target back into service: as it is, once it is intact again, or empty, once nothing on
-/// it is needed.
-pub(super) async fn come_back(node: Arc<Node>, refused: Arc<RefusedTarget>) {
-    loop {
-        let damaged = match &*refused.what.lock() {
-            What::Damaged(d) if d.table_only => Some(d.clone()),
-            _ => None,
-        };
-        let engine = match damaged {
-            Some(d) => emptied(&node, &refused, &d).await,
-            None => whole(&node, &refused).await,
-        };
-        let Some((engine, is_empty)) = engine else { continue };
-        match register(&node, &refused, engine).await {
-            Ok(id) => return node.is_back(&refused, id, is_empty),
-            Err(e) if e.code == Code::Disconnected => return, // the server stops
-            Err(e) => refused.is(What::Refused(e.context(refused.path.display()))),
-        }
-    }
-}
-
-async fn register(node: &Node, refused: &RefusedTarget, engine: Arc<Engine>) -> Result<u32> {
-    loop {
-        match node.add_target(engine.clone()).await {
-            Err(e) if !matches!(e.code, Code::Disconnected | Code::Inval | Code::NoSpc) => {
-                refused.is_now(format!("it is whole and cannot be registered: {e}"));
-                tokio::time::sleep(LOOK).await;
-            }
-            other => return other,
-        }
-    }
-}
-
-/// Looks at it after a pause. `None`: go on with the state that was found.
-async fn whole(node: &Node, refused: &RefusedTarget) -> Option<(Arc<Engine>, bool)> {
-    let lacks = matches!(&*refused.what.lock(), What::Refused(e) if matches!(e.code, Code::NoEnt | Code::Busy));
-    let pause = if lacks { SOON } else { LATER };
-    *refused.now.lock() =
-        format!("it is looked at again every {pause:?}, and at SIGHUP; {NEXT_STEP}");
-    if !refused.is_asked() {
-        refused.nap(pause).await;
-    }
-    let asked = refused.asked.lock().take();
-    // Release the lock that a damaged target keeps on its folder.
-    let why = refused.why();
-    *refused.what.lock() = What::Refused(why);
-    let path = refused.path.clone();
-    let as_it_is = || TargetConfig { path, size: 0, device: None, force: false, create: false };
-    let config = asked.unwrap_or_else(as_it_is);
-    match disk::open(&config, &node.cfg.name, node.fs(), &node.env, &node.pool).await {
-        Ok(Opened::Whole(engine)) => return Some((engine, false)),
-        Ok(Opened::Damaged(d)) => refused.is(What::Damaged(Arc::new(d))),
-        Err(e) => refused.is(What::Refused(e)),
-    }
-    None
-}
-
-/// Waits until nothing on it is needed, and empties it. `None`: look at it again instead.
-async fn emptied(
-    node: &Node,
-    refused: &RefusedTarget,
-    damaged: &Arc<Damaged>,
-) -> Option<(Arc<Engine>, bool)> {
-    loop {
-        refused.nap(LOOK).await;
-        if refused.is_asked() {
-            // A good table may have been put back. Release this lock, so that it can be opened.
-            let why = damaged.why.clone();
-            *refused.what.lock() = What::Refused(why);
-            return None;
-        }
-        let Some(of) = &damaged.id else { return None };
-        // Without a lease the map may come from a metadata server that lags behind.
-        let unsure = || node.check_lease().err().map(|e| e.message);
-        if let Some(why) = needed(&node.map.load(), of, damaged.used.as_ref()).or_else(unsure) {
-            refused.is_now(why);
-            continue;
-        }
-        match empty(node, damaged).await {
-            Ok(engine) => return Some((engine, true)),
-            // The engine that served it before is still in use.
-            Err(e) if e.code == Code::Busy => refused.is_now(e.message),
-            Err(e) => {
-                refused.is_now(format!("it cannot be made empty: {e}; {NEXT_STEP}"));
-                refused.nap(AGAIN).await;
-            }
-        }
-    }
-}
-
-/// Empties a target. Before any other server hears of it, it records durably that it is not in
-/// sync. Metadata servers recovered from an older state ask for that record.
-async fn empty(node: &Node, damaged: &Damaged) -> Result<Arc<Engine>> {
-    let (engine, kept) = damaged.empty(node.pool.clone(), Options::default()).await?;
-    let (id, kept) = (engine.identity().target_id, kept.display());
-    tracing::warn!(
-        "target {id} lost its chunk table and comes back empty, to be filled; what was damaged is kept as {kept}"
-    );
-    engine.note_chain_views(node.map.load().chains_of(id))?;
-    engine.sync_chain_views().await?;
-    Ok(engine)
-}
-
 #[cfg(test)]
 mod tests {
     use strake_proto::pb;
@@ -376,7 +290,7 @@ mod tests {
         }
     }
 
-    fn why(map: pb::ClusterMap, of: &TargetIdentity) -> String {
+    pub(super) fn why(map: pb::ClusterMap, of: &TargetIdentity) -> String {
         needed(&MapView::new(map).unwrap(), of, None).unwrap_or_default()
     }
 

@@ -1,23 +1,21 @@
 //! Repair of a damaged chunk from other in-sync replicas. Only the bytes that are damaged here are
 //! fetched, so copies that are damaged in different places repair each other.
 
-use std::{iter, ops::Range, sync::Arc};
+use std::{iter, ops::Range, sync::Arc, time::Duration};
 
-use strake_fabric::{Buf, Message};
+use strake_fabric::Buf;
 use strake_proto::{
     ChunkId, Code, Error, Result, TargetId,
-    data::{DataReply, DataRequest, Kind, Version, Writer},
+    data::{DataReply, DataRequest, Version, Writer},
     layout::MAX_CHUNK,
-    opcode,
     pb::{self, ReplicaState},
 };
 
 use super::{
-    copies::Part,
+    copies::{Copies, Part},
     damage::{Outcome, Still},
-    peers::Lane,
+    links::LIST_ONE,
     replica::Replica,
-    resync::LIST_ONE,
 };
 use crate::{
     chain::{OpId, View},
@@ -26,6 +24,9 @@ use crate::{
 
 /// If a chunk has more damaged ranges, everything from the first to the last is fetched at once.
 const MAX_PARTS: usize = 64;
+/// How long a repair waits for updates of its chunk, and how many attempts it makes.
+const PATIENCE: Duration = Duration::from_secs(20);
+const ATTEMPTS: u32 = 3;
 
 /// Why a chunk was not repaired.
 pub(super) struct Unrepaired {
@@ -48,15 +49,30 @@ impl From<Error> for Unrepaired {
     }
 }
 
-impl Replica {
+/// See the module.
+pub(super) struct Repair {
+    replica: Arc<Replica>,
+    /// Where to look if no replica in sync has a good copy.
+    copies: Arc<Copies>,
+}
+
+impl Repair {
+    pub(super) fn new(replica: Arc<Replica>, copies: Arc<Copies>) -> Arc<Repair> {
+        Arc::new(Repair { replica, copies })
+    }
+
     /// Repairs a chunk for a reader of this part, when nothing is in flight for the chunk. Data
     /// known to be lost is not searched again in the same epoch, unless a member that is out of
     /// service may have it.
-    pub(super) async fn repair(self: &Arc<Self>, chunk: ChunkId, part: Range<u32>) -> Result<()> {
-        let lost = self.target.damage.lost_in(&self.key(chunk), self.view().epoch, &part);
-        match lost.filter(|_| !self.may_be_found(chunk)) {
+    pub(super) async fn repair_for_read(&self, chunk: ChunkId, part: Range<u32>) -> Result<()> {
+        let lost = self.replica.target.damage.lost_in(
+            &self.replica.key(chunk),
+            self.replica.view().epoch,
+            &part,
+        );
+        match lost.filter(|_| !self.copies.may_be_found(chunk)) {
             Some(cause) => Err(Error::new(Code::Corrupt, cause)),
-            None => self.try_mend(chunk, None).await.map_err(|u| match u.unasked {
+            None => self.try_repair(chunk, None).await.map_err(|u| match u.unasked {
                 // A possible source did not answer. It will later, or no longer counts.
                 true => Error::new(Code::NotServing, u.cause.message),
                 false => u.cause,
@@ -67,53 +83,75 @@ impl Replica {
     /// Repairs the chunk's header if it is damaged, because an update builds on it. `prev`: the
     /// version that the update builds on, if its sender says so. Errors are left to the update to
     /// report.
-    pub(super) async fn prepare(self: &Arc<Self>, chunk: ChunkId, prev: Option<Version>) {
-        let (key, whole) = (self.key(chunk), 0..MAX_CHUNK as u32);
-        let headless = matches!(self.engine().meta(&key), Err(e) if e.code == Code::Corrupt);
-        if headless && self.target.damage.lost_in(&key, self.view().epoch, &whole).is_none() {
-            let _ = self.mend(chunk, prev).await;
+    pub(super) async fn prepare(&self, chunk: ChunkId, prev: Option<Version>) {
+        let (key, whole) = (self.replica.key(chunk), 0..MAX_CHUNK as u32);
+        let headless =
+            matches!(self.replica.engine().meta(&key), Err(e) if e.code == Code::Corrupt);
+        if headless
+            && self.replica.target.damage.lost_in(&key, self.replica.view().epoch, &whole).is_none()
+        {
+            let _ = self.repair(chunk, prev).await;
         }
     }
 
-    /// As [`Replica::repair`], even for data known to be lost. `version`: the chunk's version, in
+    /// As [`Repair::repair_for_read`], even for data known to be lost. `version`: the chunk's version, in
     /// case its header is damaged.
-    pub(super) async fn mend(
-        self: &Arc<Self>,
-        chunk: ChunkId,
-        version: Option<Version>,
-    ) -> Result<()> {
-        self.try_mend(chunk, version).await.map_err(|u| u.cause)
+    pub(super) async fn repair(&self, chunk: ChunkId, version: Option<Version>) -> Result<()> {
+        self.try_repair(chunk, version).await.map_err(|u| u.cause)
     }
 
-    async fn try_mend(
-        self: &Arc<Self>,
-        chunk: ChunkId,
-        version: Option<Version>,
-    ) -> Result<(), Unrepaired> {
-        let epoch = self.view().epoch;
-        let _hold = self.hold(chunk, epoch).await?;
-        self.repair_as(chunk, version).await
+    /// As [`Repair::repair`], if this replica is in sync, several times. An error means that the
+    /// chunk was not looked at, because an update of it hangs.
+    pub(super) async fn repair_patiently(&self, chunk: ChunkId) -> Result<()> {
+        let mut result = Ok(());
+        for _ in 0..ATTEMPTS {
+            if !self.replica.view().serving() {
+                return Ok(());
+            }
+            result = match tokio::time::timeout(PATIENCE, self.repair(chunk, None)).await {
+                Ok(Err(e)) if e.code != Code::Corrupt => Err(e),
+                Ok(_) => return Ok(()),
+                Err(_) => Err(Error::new(
+                    Code::TimedOut,
+                    format!("chunk {chunk} is being changed for {PATIENCE:?}"),
+                )),
+            };
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+        result
+    }
+
+    async fn try_repair(&self, chunk: ChunkId, version: Option<Version>) -> Result<(), Unrepaired> {
+        let epoch = self.replica.view().epoch;
+        let _hold = self.replica.hold(chunk, epoch).await?;
+        self.repair_held_at(chunk, version).await
     }
 
     /// Repairs the committed chunk and reports the result. The caller holds the chunk's slot.
     /// `Corrupt` if a repair is not possible now.
-    pub(super) async fn repair_held(self: &Arc<Self>, chunk: ChunkId) -> Result<()> {
-        self.repair_as(chunk, None).await.map_err(|u| u.cause)
+    pub(super) async fn repair_held(&self, chunk: ChunkId) -> Result<()> {
+        self.repair_held_at(chunk, None).await.map_err(|u| u.cause)
     }
 
-    /// As [`Replica::repair_held`]. `version`: as for [`Replica::mend`].
-    pub(super) async fn repair_as(
-        self: &Arc<Self>,
+    /// As [`Repair::repair_held`]. `version`: as for [`Repair::repair`].
+    pub(super) async fn repair_held_at(
+        &self,
         chunk: ChunkId,
         version: Option<Version>,
     ) -> Result<(), Unrepaired> {
         // Taken after the slot: a repair that has a permit waits for no slot.
-        let _turn = self.target.repairs.acquire().await;
-        let (view, key, now) = (self.view(), self.key(chunk), self.node.env.unix_ms());
-        let look = self.engine().check_whole(&key).await.inspect_err(|e| self.cannot_look(e))?;
+        let _turn = self.replica.target.repairs.acquire().await;
+        let (view, key, now) =
+            (self.replica.view(), self.replica.key(chunk), self.replica.ctx.env.unix_ms());
+        let look = self
+            .replica
+            .engine()
+            .check_whole(&key)
+            .await
+            .inspect_err(|e| self.replica.target.cannot_look(e))?;
         let Some(look) = look.filter(|l| !l.is_whole() || l.healed > 0) else {
             // It was repaired or written anew meanwhile.
-            self.target.damage.whole(&key);
+            self.replica.target.damage.whole(&key);
             return Ok(());
         };
         let result = if look.headless {
@@ -132,13 +170,13 @@ impl Replica {
             }
         };
         // A replica that is not in sync is resynced in any case.
-        if view.serving() && self.target.damage.report(key, &look, &outcome, now) {
+        if view.serving() && self.replica.target.damage.report(key, &look, &outcome, now) {
             self.say(chunk, &look, &outcome);
         }
         match result {
             Ok(_) => Ok(()),
             Err(u) => {
-                self.target.note(&u.cause);
+                self.replica.target.note(&u.cause);
                 Err(Unrepaired { cause: Error::new(Code::Corrupt, u.cause.message), ..u })
             }
         }
@@ -152,15 +190,14 @@ impl Replica {
         }
         // A replica being resynced gets no chunk without a header. So it is not in sync, and no
         // help, until the header is repaired.
-        let headless =
-            matches!(self.engine().meta(&self.key(chunk)), Err(e) if e.code == Code::Corrupt);
+        let headless = matches!(self.replica.engine().meta(&self.replica.key(chunk)), Err(e) if e.code == Code::Corrupt);
         let may_help = |r: &pb::Replica| match r.state() {
             ReplicaState::ReplicaServing => false,
             ReplicaState::ReplicaSyncing => !headless,
             _ => true,
         };
-        let map = self.node.map.load();
-        match map.chain(self.chain).filter(|c| !c.lost && c.replicas.iter().any(may_help)) {
+        let map = self.replica.ctx.map.load();
+        match map.chain(self.replica.chain).filter(|c| !c.lost && c.replicas.iter().any(may_help)) {
             Some(_) => Error::new(
                 Code::NotServing,
                 format!("no good copy is there, and a replica is away ({})", e.message),
@@ -172,9 +209,9 @@ impl Replica {
     /// Reports the damaged parts of a chunk that a resync brought: its source had no good copy of
     /// them.
     pub(super) fn report_given(&self, r: &DataRequest) {
-        let key = self.key(r.chunk);
+        let key = self.replica.key(r.chunk);
         if r.damaged.is_empty() {
-            return self.target.damage.whole(&key);
+            return self.replica.target.damage.whole(&key);
         }
         let left = r.damaged.clone();
         let look =
@@ -182,17 +219,8 @@ impl Replica {
         let cause = format!("chunk {} had no good copy when this target was filled", r.chunk);
         let outcome =
             Outcome::Still(Still { epoch: r.epoch, version: r.version, lost: true, left, cause });
-        if self.target.damage.report(key, &look, &outcome, self.node.env.unix_ms()) {
+        if self.replica.target.damage.report(key, &look, &outcome, self.replica.ctx.env.unix_ms()) {
             self.say(r.chunk, &look, &outcome);
-        }
-    }
-
-    /// The chunk table itself cannot be read in places, which no copy of a chunk repairs. If all
-    /// its chains can continue without it, the target leaves them, and comes back empty if the
-    /// table is damaged (`refused_targets.rs`). Otherwise it serves what it can.
-    pub(super) fn cannot_look(&self, e: &Error) {
-        if matches!(e.code, Code::Corrupt | Code::Io) && !self.node.is_last(self.id) {
-            self.target.cannot_be_read(e);
         }
     }
 
@@ -205,9 +233,10 @@ impl Replica {
             Outcome::Repaired(None) | Outcome::Gone => return,
         };
         let is_lost = matches!(outcome, Outcome::Still(s) if s.lost);
-        let (node, chain, here, look) = (self.node.clone(), self.chain, self.id, look.clone());
-        self.node.env.spawn(async move {
-            let file = node.places.of(&node.map.load_full(), chunk).await;
+        let (ctx, chain, here, look) =
+            (self.replica.ctx.clone(), self.replica.chain, self.replica.id, look.clone());
+        self.replica.ctx.env.spawn(async move {
+            let file = ctx.places.of(&ctx.map.load_full(), chunk).await;
             let (file, at) = match file {
                 Ok((path, start)) => (path, place(&look, start)),
                 Err(e) => (
@@ -229,13 +258,13 @@ impl Replica {
     /// Takes damaged parts from elsewhere and the rest from here. Parts with a good copy are
     /// repaired even if others have none.
     async fn patch(
-        self: &Arc<Self>,
+        &self,
         view: &View,
         chunk: ChunkId,
         look: &Look,
     ) -> Result<TargetId, Unrepaired> {
-        let key = self.key(chunk);
-        let meta = self.engine().meta(&key)?.unwrap_or_default();
+        let key = self.replica.key(chunk);
+        let meta = self.replica.engine().meta(&key)?.unwrap_or_default();
         let (mut good, failed) = self.gather(view, chunk, meta.version, look).await;
         if let Some(mut failed) = failed {
             for p in good {
@@ -249,7 +278,7 @@ impl Replica {
             return Err(failed);
         }
         good.sort_by_key(|p| p.at.start);
-        let (mut data, mut sums, mut at, mut source) = (Vec::new(), Vec::new(), 0, self.id);
+        let (mut data, mut sums, mut at, mut source) = (Vec::new(), Vec::new(), 0, self.replica.id);
         for p in good {
             self.own(chunk, at..p.at.start, &mut data, &mut sums).await?;
             data.extend(p.data);
@@ -270,7 +299,7 @@ impl Replica {
     /// Good copies of the damaged parts: from in-sync replicas, else from others. Also returns why
     /// some are missing.
     async fn gather(
-        self: &Arc<Self>,
+        &self,
         view: &View,
         chunk: ChunkId,
         version: Version,
@@ -287,7 +316,7 @@ impl Replica {
             };
             let within = |d: &&Range<u32>| bad.start <= d.start && d.end <= bad.end;
             let blocks: Vec<Range<u32>> = look.damaged.iter().filter(within).cloned().collect();
-            let found = self.search(chunk, version, &blocks).await;
+            let found = self.copies.search(chunk, version, &blocks).await;
             good.extend(found.parts);
             if found.left.is_empty() {
                 continue;
@@ -316,8 +345,11 @@ impl Replica {
         sums: &mut Vec<u32>,
     ) -> Result<()> {
         if part.start < part.end {
-            let own =
-                self.engine().read(&self.key(chunk), part.start, part.end - part.start).await?;
+            let own = self
+                .replica
+                .engine()
+                .read(&self.replica.key(chunk), part.start, part.end - part.start)
+                .await?;
             data.extend(own.data);
             sums.extend(own.sums);
         }
@@ -328,24 +360,28 @@ impl Replica {
     /// sync or being resynced). For an update that builds on damaged bytes here, of which there may
     /// be no copy left.
     pub(super) async fn take_over(&self, op: OpId, chunk: ChunkId) -> Option<Staged> {
-        let (view, version) = (self.view(), self.version_of(op)?);
+        let (view, version) = (self.replica.view(), self.replica.version_of(op)?);
         let whole = 0..MAX_CHUNK as u32;
         let (r, data) = match view.successor? {
             (to, ReplicaState::ReplicaServing) => {
-                self.fetch(to, view.epoch, chunk, whole, true).await.ok()?
+                self.replica.links.fetch(to, view.epoch, chunk, whole, true).await.ok()?
             }
-            (to, _) => self.copy_of(to, chunk, whole).await.ok()?,
+            (to, _) => self.replica.links.copy_of(to, view.epoch, chunk, whole).await.ok()?,
         };
         if r.version != version {
             return None;
         }
-        self.engine().stage(self.key(chunk), Update::Rewrite { data, sums: r.sums }).await.ok()
+        self.replica
+            .engine()
+            .stage(self.replica.key(chunk), Update::Rewrite { data, sums: r.sums })
+            .await
+            .ok()
     }
 
     /// Replaces a whole chunk whose header is damaged, with this version. If the version is not
     /// known, takes it from a replica where nothing is in flight for the chunk.
     async fn replace(
-        self: &Arc<Self>,
+        &self,
         view: &View,
         chunk: ChunkId,
         known: Option<Version>,
@@ -354,7 +390,13 @@ impl Replica {
             (0..MAX_CHUNK as u32, |r: &DataReply| known.is_none_or(|v| v == r.version));
         let (from, reply, data) =
             self.ask_others(view, chunk, whole, known.is_some(), fits).await?;
-        let entry = self.list_of(from, view.epoch, chunk, 1, LIST_ONE).await?.into_iter().next();
+        let entry = self
+            .replica
+            .links
+            .list_of(from, view.epoch, chunk, 1, LIST_ONE)
+            .await?
+            .into_iter()
+            .next();
         let (version, tombstone) =
             entry.map_or((Version::default(), true), |e| (e.version, e.tombstone));
         if version != reply.version {
@@ -396,12 +438,17 @@ impl Replica {
     ) -> Result<(TargetId, DataReply, Vec<Buf>), Unrepaired> {
         let none = Error::new(
             Code::Corrupt,
-            format!("chunk {chunk} of chain {} has no other copy in sync", self.chain),
+            format!("chunk {chunk} of chain {} has no other copy in sync", self.replica.chain),
         );
         let mut failed =
             Unrepaired { lost: true, unasked: false, busy: false, left: Vec::new(), cause: none };
-        for to in view.serving.iter().copied().filter(|t| *t != self.id) {
-            let e = match self.fetch(to, view.epoch, chunk, part.clone(), even_dirty).await {
+        for to in view.serving.iter().copied().filter(|t| *t != self.replica.id) {
+            let e = match self
+                .replica
+                .links
+                .fetch(to, view.epoch, chunk, part.clone(), even_dirty)
+                .await
+            {
                 Ok((r, data)) if fits(&r) => return Ok((to, r, data)),
                 Ok(_) => {
                     Error::new(Code::VersionGap, format!("target {to} has another version of it"))
@@ -422,20 +469,6 @@ impl Replica {
         Err(failed)
     }
 
-    async fn fetch(
-        &self,
-        to: TargetId,
-        epoch: u64,
-        chunk: ChunkId,
-        part: Range<u32>,
-        even_dirty: bool,
-    ) -> Result<(DataReply, Vec<Buf>)> {
-        let kind = if even_dirty { Kind::Replace } else { Kind::None };
-        let (offset, len) = (part.start, part.end - part.start);
-        let r = DataRequest { kind, offset, len, ..DataRequest::new(self.chain, epoch, to, chunk) };
-        self.call(to, Lane::Other, Message::new(opcode::READ, r.encode())).await
-    }
-
     async fn put_in(
         &self,
         chunk: ChunkId,
@@ -443,8 +476,8 @@ impl Replica {
         version: Version,
         writers: Vec<Writer>,
     ) -> Result<()> {
-        let staged = self.engine().stage(self.key(chunk), update).await?;
-        self.engine().commit(staged, version, writers).map(drop)
+        let staged = self.replica.engine().stage(self.replica.key(chunk), update).await?;
+        self.replica.engine().commit(staged, version, writers).map(drop)
     }
 }
 
@@ -455,7 +488,7 @@ pub(super) fn left_of(look: &Look) -> Vec<Range<u32>> {
 
 /// The damaged part of a chunk that begins at `start`, as text.
 fn place(look: &Look, start: u64) -> String {
-    let at = |n: u32| start + u64::from(n);
+    let at = |n: u32| start.saturating_add(u64::from(n));
     match &look.damaged[..] {
         [] => "its record".into(),
         [one] => format!("bytes {} to {}", at(one.start), at(one.end)),

@@ -1,14 +1,11 @@
 //! Incoming requests: checks rights and values, then passes them to a replica.
 
-use std::{
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use strake_fabric::{Buf, Message, Peer, Relay, Role, Service, Turn, unknown_opcode};
 use strake_proto::{
-    Capability, ChunkId, Code, Error, Result, Rights, TargetId,
+    Capability, ChunkId, Code, Error, Result, Rights, SessionId, TargetId,
     bound::Fits,
     checksum::{self, pieces},
     data::{
@@ -22,11 +19,13 @@ use strake_runtime::quiet::Quiet;
 use tokio::time::Instant;
 
 use super::{
-    backpressure::Awaited,
-    node::{HEAVY, Node, Target},
-    replica::{Carried, Replica, reply},
-    resync::LIST_ONE,
-    trim::{Forget, goes_on, trim},
+    chain_member::ChainMember,
+    links::{Forget, LIST_ONE, NO_CHUNK},
+    node::{HEAVY, Node},
+    replica::Replica,
+    target::Target,
+    trim::goes_on,
+    update_request::UpdateRequest,
 };
 use crate::engine::{Ask, Key};
 
@@ -97,35 +96,46 @@ fn check_damaged(r: &DataRequest) -> Result<()> {
     Ok(())
 }
 
+/// Whether only servers may send this.
+fn is_server_only(op: u16) -> bool {
+    matches!(
+        op,
+        opcode::TRIM
+            | opcode::FORWARD
+            | opcode::FORWARD_FLUSH
+            | opcode::SYNC_LIST
+            | opcode::SYNC_PUT
+            | opcode::VOUCH
+            | opcode::READ_COPY
+            | opcode::LIST_CHUNKS
+    )
+}
+
+/// A reply with an encoded [`DataReply`] and a payload.
+fn reply(r: &DataReply, payload: Vec<Buf>) -> Message {
+    Message::new(0, r.encode()).with_payload(payload)
+}
+
 #[async_trait]
 impl Service for OssService {
     async fn handle(&self, peer: &Peer, mut m: Message) -> Result<Message> {
-        let server_only = matches!(
-            m.opcode,
-            opcode::TRIM
-                | opcode::FORWARD
-                | opcode::FORWARD_FLUSH
-                | opcode::SYNC_LIST
-                | opcode::SYNC_PUT
-                | opcode::VOUCH
-                | opcode::READ_COPY
-                | opcode::LIST_CHUNKS
-        );
+        let server_only = is_server_only(m.opcode);
         if server_only && peer.role != Role::Server {
             REFUSED.warn(|| {
                 format!("{} asked for {:#06x}, which only servers may", peer.addr, m.opcode)
             });
             return Err(Error::new(Code::Access, "only servers of the cluster may ask for this"));
         }
+        let ctx = &self.node.ctx;
         match m.opcode {
             opcode::RELAY => {
-                let (map, own) = (self.node.map.load_full(), self.node.id.load(Ordering::Acquire));
+                let (map, own) = (ctx.map.load_full(), ctx.id());
                 let others = |to| map.node(to).filter(|_| to != own).map(|n| n.endpoints.clone());
                 return self.relay.handle(peer, m, others).await;
             }
             opcode::ECHO => return Ok(Message::new(opcode::ECHO, m.body).with_payload(m.payload)),
             opcode::CLOCK => {
-                let clock = self.node.clock().ok_or_else(|| unknown_opcode(m.opcode))?;
+                let clock = ctx.clock().ok_or_else(|| unknown_opcode(m.opcode))?;
                 return Ok(Message::new(m.opcode, clock.encode()));
             }
             opcode::READ | opcode::WRITE | opcode::FLUSH | opcode::EXTENTS | opcode::GRANT => {}
@@ -138,79 +148,9 @@ impl Service for OssService {
             return Err(inval("only what a target is filled with may be damaged"));
         }
         match m.opcode {
-            opcode::LIST_CHUNKS => return self.list_chunks(&r),
-            opcode::READ_COPY => return self.read_copy(&r).await,
-            _ => {}
-        }
-        // Waits before any check whose result may change meanwhile. Servers do not wait for a turn:
-        // the turns of clients limit their requests, too.
-        let _turn = match peer.role {
-            Role::Client => {
-                let bytes = if m.opcode == opcode::READ { r.len as usize } else { m.payload_len() };
-                Some(self.turn(peer, &r, bytes).await?)
-            }
-            Role::Server if m.opcode == opcode::FORWARD => {
-                self.node.note(r.session);
-                None
-            }
-            Role::Server => None,
-        };
-        self.node.check_lease()?;
-        let replica = self.node.replica(r.target, r.chain)?;
-        let for_client = peer.role == Role::Client || m.opcode == opcode::FORWARD && r.session != 0;
-        let _awaited = for_client.then(|| Awaited::new(replica.target.clone()));
-        if m.payload_len() > 0
-            && !matches!(m.opcode, opcode::WRITE | opcode::FORWARD | opcode::SYNC_PUT)
-        {
-            return Err(inval("this request takes no payload"));
-        }
-        // Taken before the check whether its session is evicted.
-        let updates = matches!(m.opcode, opcode::WRITE | opcode::FORWARD);
-        let in_work = (updates && r.session != 0).then(|| self.node.in_work(r.session));
-        let carried = |request| Carried {
-            request,
-            payload: m.payload.clone(),
-            trace: m.trace,
-            _in_work: in_work,
-        };
-        match m.opcode {
-            opcode::READ => self.read(peer, &replica, r).await,
-            opcode::EXTENTS => self.extents(peer, &replica, &r),
-            opcode::GRANT => self.grant(peer, &replica, &r),
-            opcode::WRITE => {
-                self.check_write(peer, &r, m.payload_len())?;
-                let stable = r.flags & FLAG_STABLE != 0;
-                self.check_copies(&replica)?;
-                let done = replica.update(carried(r), stable).await?;
-                self.check_copies(&replica)?;
-                Ok(reply(&done, Vec::new()))
-            }
-            opcode::FLUSH => self.flush(peer, &replica, &r).await,
-            opcode::TRIM => Ok(reply(&trim(&replica, &r, m.trace).await?, Vec::new())),
-            opcode::FORWARD => {
-                check_shape(&r, m.payload_len())?;
-                Ok(reply(&replica.forwarded(carried(r)).await?, Vec::new()))
-            }
-            opcode::FORWARD_FLUSH => {
-                replica.check_member(r.epoch)?;
-                replica.heard_predecessor(r.epoch);
-                let (stamps, next) = match Forget::of(&r) {
-                    Some(forget) => replica.forget_chain(r.epoch, forget).await?,
-                    None => (replica.flush_chain(r.epoch).await?, None),
-                };
-                Ok(reply(&DataReply { stable: true, stamps, ..goes_on(r.epoch, next) }, Vec::new()))
-            }
-            opcode::SYNC_LIST => sync_list(&replica, &r),
-            opcode::VOUCH => Ok(reply(&replica.vouch(&r).await?, Vec::new())),
-            opcode::SYNC_PUT => {
-                check_shape(&r, m.payload_len())?;
-                if r.kind != Kind::Replace {
-                    return Err(inval("SYNC_PUT replaces a chunk"));
-                }
-                check_damaged(&r)?;
-                Ok(reply(&replica.put(carried(r)).await?, Vec::new()))
-            }
-            other => Err(unknown_opcode(other)),
+            opcode::LIST_CHUNKS => self.list_chunks(&r),
+            opcode::READ_COPY => self.read_copy(&r).await,
+            _ => self.of_replica(peer, r, m).await,
         }
     }
 
@@ -220,68 +160,155 @@ impl Service for OssService {
 }
 
 impl OssService {
-    /// Waits for the turn of the session that the request's capability belongs to, since a client
-    /// may not use another's turn. Large requests wait among themselves first.
+    /// Requests to one replica of a chain.
+    async fn of_replica(&self, peer: &Peer, r: DataRequest, m: Message) -> Result<Message> {
+        // Servers need no capability.
+        let cap = match peer.role {
+            Role::Client => Some(self.open_cap(&r)?),
+            Role::Server => None,
+        };
+        // Waits before any check whose result may change meanwhile. Servers do not wait for a turn:
+        // the turns of clients limit their requests, too.
+        let _turn = match &cap {
+            Some(cap) => {
+                let bytes = if m.opcode == opcode::READ { r.len as usize } else { m.payload_len() };
+                let turn = self.turn(peer, cap.session, bytes).await?;
+                cap.check_expiry(self.node.ctx.env.unix_ms())?;
+                Some(turn)
+            }
+            None => {
+                if m.opcode == opcode::FORWARD {
+                    self.node.turns.note(r.session);
+                }
+                None
+            }
+        };
+        self.node.lease.check()?;
+        let member = self.node.replicas.get(r.target, r.chain)?;
+        let for_client = cap.is_some() || m.opcode == opcode::FORWARD && r.session != 0;
+        let _awaited = for_client.then(|| member.replica.target.foreground.begin());
+        if m.payload_len() > 0
+            && !matches!(m.opcode, opcode::WRITE | opcode::FORWARD | opcode::SYNC_PUT)
+        {
+            return Err(inval("this request takes no payload"));
+        }
+        let replica = &member.replica;
+        match m.opcode {
+            opcode::READ => self.read(cap, &member, r).await,
+            opcode::EXTENTS => self.extents(cap, replica, &r),
+            opcode::GRANT => self.grant(cap, replica, &r),
+            opcode::FLUSH => self.flush(cap, replica, &r).await,
+            opcode::WRITE | opcode::FORWARD | opcode::SYNC_PUT => {
+                self.update(cap, &member, r, m).await
+            }
+            opcode::TRIM => Ok(reply(&member.trims.trim(&r, m.trace).await?, Vec::new())),
+            opcode::FORWARD_FLUSH => forward_flush(&member, &r).await,
+            opcode::SYNC_LIST => sync_list(replica, &r),
+            opcode::VOUCH => Ok(reply(&member.vouching.vouch(&r).await?, Vec::new())),
+            other => Err(unknown_opcode(other)),
+        }
+    }
+
+    /// Requests that bring bytes or change a chunk.
+    async fn update(
+        &self,
+        cap: Option<Capability>,
+        member: &ChainMember,
+        r: DataRequest,
+        m: Message,
+    ) -> Result<Message> {
+        // Taken before the check whether its session is evicted.
+        let in_work = (m.opcode != opcode::SYNC_PUT && r.session != 0)
+            .then(|| self.node.revocations.in_work(r.session));
+        let bytes = m.payload_len();
+        let update = |request| UpdateRequest {
+            request,
+            payload: m.payload,
+            trace: m.trace,
+            _in_work: in_work,
+        };
+        let done = match m.opcode {
+            opcode::WRITE => {
+                self.check_write(cap, &r, bytes)?;
+                let stable = r.flags & FLAG_STABLE != 0;
+                self.check_copies(&member.replica)?;
+                let done = member.updates.update(update(r), stable).await?;
+                self.check_copies(&member.replica)?;
+                done
+            }
+            opcode::FORWARD => {
+                check_shape(&r, bytes)?;
+                member.updates.forwarded(update(r)).await?
+            }
+            _ => {
+                check_shape(&r, bytes)?;
+                if r.kind != Kind::Replace {
+                    return Err(inval("SYNC_PUT replaces a chunk"));
+                }
+                check_damaged(&r)?;
+                member.resync.put(update(r)).await?
+            }
+        };
+        Ok(reply(&done, Vec::new()))
+    }
+
+    /// Waits for the turn of a client's session. Large requests wait among themselves first.
     async fn turn(
         &self,
         peer: &Peer,
-        r: &DataRequest,
+        session: SessionId,
         bytes: usize,
     ) -> Result<(Option<Turn>, Turn)> {
-        let (session, node) = (self.open_cap(r)?.session, &self.node);
-        node.note(session);
+        let turns = &self.node.turns;
+        turns.note(session);
         let bulk = match bytes / HEAVY {
             0 => None,
-            weight => Some(node.turns.bulk.take(&peer.addr, session, weight, TURN_WAIT).await?),
+            weight => Some(turns.bulk.take(&peer.addr, session, weight, TURN_WAIT).await?),
         };
-        Ok((bulk, node.turns.clients.take(&peer.addr, session, 1, TURN_WAIT).await?))
+        Ok((bulk, turns.clients.take(&peer.addr, session, 1, TURN_WAIT).await?))
     }
 
+    /// The request's capability, as this cluster's metadata servers gave it. It also says whose turn
+    /// the request takes: a client may not use another's.
     fn open_cap(&self, r: &DataRequest) -> Result<Capability> {
         let sealed = r
             .cap
             .as_ref()
             .ok_or_else(|| Error::new(Code::BadCap, "request without a capability"))?;
-        self.node.cap_key.open(sealed, self.node.env.unix_ms())
+        self.node.cap_key.open(sealed, self.node.ctx.env.unix_ms())
     }
 
-    /// Checks a client's right to do this to this file. Servers need none.
-    fn check_cap(&self, peer: &Peer, r: &DataRequest, need: Rights) -> Result<Option<Capability>> {
-        self.check_any(peer, r, &[need], Some(r.chunk.index))
-    }
-
-    /// As `check_cap`, with one of several rights. `index`: the chunk's index, if the request is
-    /// about one chunk; otherwise it is about any of the file's chunks on the chain.
-    fn check_any(
+    /// Checks a client's right to do this to this file; `None`: a server, which needs none. `any`:
+    /// one of these rights is enough. `index`: the chunk's index, if the request is about one chunk;
+    /// otherwise it is about any of the file's chunks on the chain.
+    fn check_cap(
         &self,
-        peer: &Peer,
+        cap: Option<&Capability>,
         r: &DataRequest,
         any: &[Rights],
         index: Option<u64>,
-    ) -> Result<Option<Capability>> {
-        if peer.role == Role::Server {
-            return Ok(None);
-        }
+    ) -> Result<()> {
+        let Some(c) = cap else { return Ok(()) };
         let bad = |m: &str| Error::new(Code::BadCap, m);
-        let c = self.open_cap(r)?;
         if c.ino != r.chunk.ino || c.data != r.chunk.data {
             return Err(bad("capability is for another file"));
         }
         if !any.iter().any(|need| c.rights.has(*need)) {
             return Err(bad("capability does not give this right"));
         }
-        self.check_bound(&c, r, index)?;
-        self.node.check_session(c.session, c.session_epoch)?;
-        let left = self.node.rights_left(&c);
+        self.check_bound(c, r, index)?;
+        let revocations = &self.node.revocations;
+        revocations.check_session(c.session, c.session_epoch)?;
+        let left = revocations.rights_left(c);
         if !any.iter().any(|need| left.has(*need)) {
             return Err(bad("what the capability stands for has ended; open the file again"));
         }
-        Ok(Some(c))
+        Ok(())
     }
 
     /// Chunks may be only where the file's layout puts them: elsewhere nothing would remove them.
     fn check_bound(&self, c: &Capability, r: &DataRequest, index: Option<u64>) -> Result<()> {
-        match c.bound.fits(r.chain, index, &self.node.map.load()) {
+        match c.bound.fits(r.chain, index, &self.node.ctx.map.load()) {
             Fits::Yes => Ok(()),
             Fits::No => {
                 REFUSED.warn(|| {
@@ -292,17 +319,17 @@ impl OssService {
                 Err(Error::new(Code::BadCap, m))
             }
             Fits::Unknown => {
-                self.node.kick.notify_one();
+                self.node.ctx.kick.notify_one();
                 let m = format!(
                     "storage server '{}' has no such chain set in its map yet",
-                    self.node.cfg.name
+                    self.node.ctx.cfg.name
                 );
                 Err(Error::new(Code::NotServing, m))
             }
         }
     }
 
-    fn check_write(&self, peer: &Peer, r: &DataRequest, payload: usize) -> Result<()> {
+    fn check_write(&self, cap: Option<Capability>, r: &DataRequest, payload: usize) -> Result<()> {
         let need = match r.kind {
             Kind::Write | Kind::Punch => Rights::WRITE,
             Kind::Truncate | Kind::Remove => Rights::TRIM,
@@ -311,9 +338,8 @@ impl OssService {
             }
         };
         check_shape(r, payload)?;
-        if let Some(c) = self.check_cap(peer, r, need)?
-            && (c.session != r.session || r.session == 0)
-        {
+        self.check_cap(cap.as_ref(), r, &[need], Some(r.chunk.index))?;
+        if cap.is_some_and(|c| c.session != r.session || r.session == 0) {
             return Err(Error::new(Code::BadCap, "capability is of another session"));
         }
         Ok(())
@@ -323,7 +349,7 @@ impl OssService {
     /// cluster's `min_copies`. Checked before and after the work, as the chain may lose a replica
     /// meanwhile. A replica that came into sync since has the data, too.
     fn check_copies(&self, replica: &Replica) -> Result<()> {
-        let map = self.node.map.load();
+        let map = self.node.ctx.map.load();
         let copies = map.chain(replica.chain).map_or(0, |c| c.preferred.len());
         let least = copies.min(map.map.min_copies as usize);
         let in_sync = replica.view().serving.len();
@@ -337,8 +363,14 @@ impl OssService {
         Err(Error::new(Code::NotServing, m))
     }
 
-    async fn read(&self, peer: &Peer, replica: &Arc<Replica>, r: DataRequest) -> Result<Message> {
-        self.check_cap(peer, &r, Rights::READ)?;
+    async fn read(
+        &self,
+        cap: Option<Capability>,
+        member: &ChainMember,
+        r: DataRequest,
+    ) -> Result<Message> {
+        let (replica, from_server) = (&member.replica, cap.is_none());
+        self.check_cap(cap.as_ref(), &r, &[Rights::READ], Some(r.chunk.index))?;
         if u64::from(r.offset) + u64::from(r.len) > MAX_CHUNK {
             return Err(inval(format!(
                 "{} bytes at {} reach beyond a chunk of 16 MiB",
@@ -346,7 +378,7 @@ impl OssService {
             )));
         }
         // A replica that repairs its copy knows which version it needs, and checks that it gets it.
-        let even_dirty = peer.role == Role::Server && r.kind == Kind::Replace;
+        let even_dirty = from_server && r.kind == Kind::Replace;
         match replica.check_read(&r.chunk, r.epoch) {
             Err(_) if even_dirty && replica.view().serving() => replica.check_member(r.epoch)?,
             other => self.check_read(replica, r.epoch, other)?,
@@ -355,12 +387,12 @@ impl OssService {
         let mut out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
         // A replica that repairs must not make others repair: two damaged copies would wait for
         // each other.
-        if peer.role != Role::Server && matches!(&out, Err(e) if e.code == Code::Corrupt) {
-            let repaired = replica.repair(r.chunk, r.offset..r.offset + r.len).await;
+        if !from_server && matches!(&out, Err(e) if e.code == Code::Corrupt) {
+            let repaired = member.repair.repair_for_read(r.chunk, r.offset..r.offset + r.len).await;
             // Read again even if some part has no good copy: this read may not need it.
             out = replica.engine().read_in_limit(&key, r.offset, r.len).await;
             if matches!(&out, Err(e) if e.code == Code::Corrupt) {
-                out = repaired.and(out).map_err(|e| replica.told_damaged(r.chunk, e));
+                out = repaired.and(out).map_err(|e| member.repair.told_damaged(r.chunk, e));
             }
         }
         if let Err(e) = &out {
@@ -372,15 +404,20 @@ impl OssService {
             epoch: r.epoch,
             len: out.len,
             sums: out.sums,
-            stamps: vec![replica.stamp()],
+            boot_ids: vec![replica.boot_id()],
             ..DataReply::default()
         };
         Ok(reply(&head, out.data))
     }
 
     /// Where the file's chunks hold data, for clients that may read or write them.
-    fn extents(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
-        self.check_any(peer, r, &[Rights::READ, Rights::WRITE], None)?;
+    fn extents(
+        &self,
+        cap: Option<Capability>,
+        replica: &Replica,
+        r: &DataRequest,
+    ) -> Result<Message> {
+        self.check_cap(cap.as_ref(), r, &[Rights::READ, Rights::WRITE], None)?;
         if u64::from(r.offset) > MAX_CHUNK || r.chunk.index == u64::MAX {
             return Err(inval(format!("extents from {} of chunk {} on", r.offset, r.chunk)));
         }
@@ -391,17 +428,22 @@ impl OssService {
             replica.target.note(e);
         }
         let head =
-            DataReply { epoch: r.epoch, stamps: vec![replica.stamp()], ..DataReply::default() };
+            DataReply { epoch: r.epoch, boot_ids: vec![replica.boot_id()], ..DataReply::default() };
         Ok(reply(&head, vec![Buf::copy_from(&found?.encode())]))
     }
 
     /// Keeps space free for the session of the capability.
-    fn grant(&self, peer: &Peer, replica: &Replica, r: &DataRequest) -> Result<Message> {
-        let c = self.check_any(peer, r, &[Rights::WRITE], None)?;
-        let c = c.filter(|c| c.session == r.session && r.session != 0);
+    fn grant(
+        &self,
+        cap: Option<Capability>,
+        replica: &Replica,
+        r: &DataRequest,
+    ) -> Result<Message> {
+        self.check_cap(cap.as_ref(), r, &[Rights::WRITE], None)?;
+        let c = cap.filter(|c| c.session == r.session && r.session != 0);
         let c = c.ok_or_else(|| Error::new(Code::BadCap, "capability is of another session"))?;
         replica.check_member(r.epoch)?;
-        let now = self.node.env.boot();
+        let now = self.node.ctx.env.boot();
         let ask = Ask {
             session: c.session,
             seq: r.seq,
@@ -417,15 +459,20 @@ impl OssService {
     fn check_read(&self, replica: &Replica, epoch: u64, may: Result<()>) -> Result<()> {
         may.inspect_err(|e| {
             if e.code == Code::StaleEpoch && epoch > replica.view().epoch {
-                self.node.kick.notify_one();
+                self.node.ctx.kick.notify_one();
             }
         })
     }
 
-    async fn flush(&self, peer: &Peer, replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
+    async fn flush(
+        &self,
+        cap: Option<Capability>,
+        replica: &Replica,
+        r: &DataRequest,
+    ) -> Result<Message> {
         // Only a client that may write to a file has something to flush; `chunk` names one of its
         // chunks.
-        let cap = self.check_any(peer, r, &[Rights::WRITE], None)?;
+        self.check_cap(cap.as_ref(), r, &[Rights::WRITE], None)?;
         let view = replica.view();
         if view.epoch == r.epoch && !view.head {
             return Err(Error::new(
@@ -436,10 +483,10 @@ impl OssService {
         if let Some(cap) = cap.filter(|_| r.round != 0) {
             replica.heard_round(r.epoch, cap.session, r.round)?;
         }
-        let stamps = replica.flush_chain(r.epoch).await?;
+        let boot_ids = replica.flush_chain(r.epoch).await?;
         self.check_copies(replica)?;
         Ok(reply(
-            &DataReply { stable: true, epoch: r.epoch, stamps, ..DataReply::default() },
+            &DataReply { stable: true, epoch: r.epoch, boot_ids, ..DataReply::default() },
             Vec::new(),
         ))
     }
@@ -474,10 +521,10 @@ impl OssService {
         let none = || {
             Error::new(
                 Code::NoEnt,
-                format!("storage server '{}' has no target {id}", self.node.cfg.name),
+                format!("storage server '{}' has no target {id}", self.node.ctx.cfg.name),
             )
         };
-        self.node.target(id).ok_or_else(none)
+        self.node.targets.get(id).ok_or_else(none)
     }
 
     /// For fsck: lists the chunks of a target, in sync or not.
@@ -493,7 +540,7 @@ impl OssService {
 
 /// Chunk 0.0.0 stands for the start of the list.
 fn after(c: ChunkId) -> Option<ChunkId> {
-    (c != ChunkId { ino: 0, data: 0, index: 0 }).then_some(c)
+    (c != NO_CHUNK).then_some(c)
 }
 
 fn list_reply(r: &DataRequest, entries: &[ListEntry]) -> Result<Message> {
@@ -506,7 +553,18 @@ fn list_reply(r: &DataRequest, entries: &[ListEntry]) -> Result<Message> {
     Ok(reply(&head, payload))
 }
 
-fn sync_list(replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
+async fn forward_flush(member: &ChainMember, r: &DataRequest) -> Result<Message> {
+    let replica = &member.replica;
+    replica.check_member(r.epoch)?;
+    replica.heard_predecessor(r.epoch);
+    let (boot_ids, next) = match Forget::of(r) {
+        Some(forget) => member.trims.forget_chain(r.epoch, forget).await?,
+        None => (replica.flush_chain(r.epoch).await?, None),
+    };
+    Ok(reply(&DataReply { stable: true, boot_ids, ..goes_on(r.epoch, next) }, Vec::new()))
+}
+
+fn sync_list(replica: &Replica, r: &DataRequest) -> Result<Message> {
     replica.check_member(r.epoch)?;
     let entries = if r.offset == LIST_ONE {
         let entry =
@@ -519,7 +577,7 @@ fn sync_list(replica: &Arc<Replica>, r: &DataRequest) -> Result<Message> {
             Err(e) => return Err(e),
         }
     } else {
-        if !replica.target.fills.admits(replica.chain, Instant::now()) {
+        if !replica.target.resync_sources.admits(replica.chain, Instant::now()) {
             let m = format!(
                 "other chains fill target {}; chain {} has its turn later",
                 replica.id, replica.chain

@@ -14,11 +14,11 @@ use futures_util::{StreamExt, TryStreamExt, stream, stream::FuturesUnordered};
 use parking_lot::Mutex;
 use strake_proto::{
     ChunkId, Code, Error, Result,
-    data::{DataReply, DataRequest, FLAG_TOMBSTONE, Kind, Stamp, Version},
+    data::{BootId, DataReply, DataRequest, FLAG_TOMBSTONE, Kind, Version},
 };
 use tokio::time::Instant;
 
-use super::replica::{Carried, Replica};
+use super::{links::Forget, replica::Replica, update_request::UpdateRequest, updates::Updates};
 use crate::engine::Update;
 
 /// Most updates that one TRIM keeps in flight.
@@ -30,7 +30,7 @@ const FORGET_PAGE: u32 = 16_384;
 const FORGETTING: u64 = 1;
 /// How long a number may be used.
 const GOOD_FOR: Duration = Duration::from_secs(10);
-/// Most numbers given and not used yet.
+/// Most numbers issued and not used yet.
 const MOST: usize = 65_536;
 
 /// Inode and data id.
@@ -39,21 +39,21 @@ type File = (u64, u64);
 /// The numbers that a replica gave as head in one epoch. Requests of other epochs are refused
 /// before they get here.
 #[derive(Default)]
-pub(super) struct Cuts(Mutex<Given>);
+struct TrimNumbers(Mutex<Issued>);
 
 #[derive(Default)]
-struct Given {
+struct Issued {
     epoch: u64,
     /// The newest term of a metadata server that asked in this epoch. A recovered group begins with
     /// a lower term, but in newer epochs.
     term: u64,
     last: u64,
-    files: BTreeMap<File, Cut>,
+    files: BTreeMap<File, Number>,
     /// Files that are being removed for good.
-    going: BTreeSet<File>,
+    removals: BTreeSet<File>,
 }
 
-struct Cut {
+struct Number {
     number: u64,
     at: Instant,
     running: bool,
@@ -61,7 +61,7 @@ struct Cut {
 
 /// A TRIM in progress; its number cannot be used for another one.
 struct Running<'a> {
-    cuts: &'a Cuts,
+    numbers: &'a TrimNumbers,
     file: File,
     number: u64,
 }
@@ -69,71 +69,73 @@ struct Running<'a> {
 /// A removal for good. While it runs, nothing else truncates the file: replicas behind that have
 /// forgotten a tombstone would refuse an update that builds on it.
 struct Removal<'a> {
-    cuts: &'a Cuts,
+    numbers: &'a TrimNumbers,
     file: File,
 }
 
 impl Drop for Removal<'_> {
     fn drop(&mut self) {
-        self.cuts.0.lock().going.remove(&self.file);
+        self.numbers.0.lock().removals.remove(&self.file);
     }
 }
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        let mut given = self.cuts.0.lock();
-        if given.files.get(&self.file).is_some_and(|c| c.number == self.number) {
-            given.files.remove(&self.file);
+        let mut issued = self.numbers.0.lock();
+        if issued.files.get(&self.file).is_some_and(|c| c.number == self.number) {
+            issued.files.remove(&self.file);
         }
     }
 }
 
-impl Cuts {
+impl TrimNumbers {
     /// Gives a new number for the file and voids earlier ones. `StaleEpoch`: a leader of a newer
     /// term has asked before, or the chain has changed; `Overloaded`: not now.
-    fn give(&self, file: File, epoch: u64, term: u64) -> Result<u64> {
-        let given = &mut *self.0.lock();
-        if epoch < given.epoch || epoch == given.epoch && term < given.term {
+    fn issue(&self, file: File, epoch: u64, term: u64) -> Result<u64> {
+        let issued = &mut *self.0.lock();
+        if epoch < issued.epoch || epoch == issued.epoch && term < issued.term {
             let m = format!(
                 "term {term} and epoch {epoch} asked, {} and {} here",
-                given.term, given.epoch
+                issued.term, issued.epoch
             );
             return Err(Error::new(Code::StaleEpoch, m));
         }
-        if epoch > given.epoch {
-            given.files.clear();
+        if epoch > issued.epoch {
+            issued.files.clear();
         }
-        (given.term, given.epoch) = (term, epoch);
-        if given.files.get(&file).is_some_and(|c| c.running) {
+        (issued.term, issued.epoch) = (term, epoch);
+        if issued.files.get(&file).is_some_and(|c| c.running) {
             return Err(Error::new(Code::Overloaded, "this file is being cut"));
         }
-        if given.files.len() >= MOST && !given.files.contains_key(&file) {
-            given.files.retain(|_, c| c.running || c.at.elapsed() < GOOD_FOR);
-            if given.files.len() >= MOST {
+        if issued.files.len() >= MOST && !issued.files.contains_key(&file) {
+            issued.files.retain(|_, c| c.running || c.at.elapsed() < GOOD_FOR);
+            if issued.files.len() >= MOST {
                 return Err(Error::new(Code::Overloaded, "too many files are being cut"));
             }
         }
-        given.last += 1;
-        given.files.insert(file, Cut { number: given.last, at: Instant::now(), running: false });
-        Ok(given.last)
+        issued.last += 1;
+        issued
+            .files
+            .insert(file, Number { number: issued.last, at: Instant::now(), running: false });
+        Ok(issued.last)
     }
 
     /// Begins removing a file for good. `Overloaded`: it is being truncated or removed.
-    fn alone(&self, file: File) -> Result<Removal<'_>> {
-        let mut given = self.0.lock();
-        if given.files.get(&file).is_some_and(|c| c.running) || !given.going.insert(file) {
+    fn begin_removal(&self, file: File) -> Result<Removal<'_>> {
+        let mut issued = self.0.lock();
+        if issued.files.get(&file).is_some_and(|c| c.running) || !issued.removals.insert(file) {
             return Err(Error::new(Code::Overloaded, "this file is being cut or removed"));
         }
-        Ok(Removal { cuts: self, file })
+        Ok(Removal { numbers: self, file })
     }
 
     fn begin(&self, file: File, epoch: u64, number: u64) -> Result<Running<'_>> {
-        let mut given = self.0.lock();
-        if given.going.contains(&file) {
+        let mut issued = self.0.lock();
+        if issued.removals.contains(&file) {
             return Err(Error::new(Code::Overloaded, "this file is being removed"));
         }
-        let same_epoch = given.epoch == epoch;
-        let cut = given.files.get_mut(&file).filter(|c| {
+        let same_epoch = issued.epoch == epoch;
+        let cut = issued.files.get_mut(&file).filter(|c| {
             let good = c.number == number && !c.running && c.at.elapsed() < GOOD_FOR;
             good && same_epoch
         });
@@ -145,22 +147,7 @@ impl Cuts {
             return Err(Error::new(Code::StaleEpoch, m));
         };
         cut.running = true;
-        Ok(Running { cuts: self, file, number })
-    }
-}
-
-/// Which tombstones to forget, for data that is gone for good: those of at most `most` chunks,
-/// starting with `from`. 0: of all.
-#[derive(Clone, Copy)]
-pub(super) struct Forget {
-    pub from: ChunkId,
-    pub most: u32,
-}
-
-impl Forget {
-    /// From a FORWARD_FLUSH.
-    pub(super) fn of(r: &DataRequest) -> Option<Forget> {
-        (r.flags & FLAG_TOMBSTONE != 0).then_some(Forget { from: r.chunk, most: r.len })
+        Ok(Running { numbers: self, file, number })
     }
 }
 
@@ -183,206 +170,217 @@ impl Budget {
     }
 }
 
-/// Removes a file's chunks of this chain from `chunk.index` on, and truncates the one before. A
-/// request without a number only gets one. Data that is gone for good needs no number: nothing
-/// writes it again, and late copies of old writes are refused. It is removed in two steps, told
-/// apart by `seq`: first all chunks, then the tombstones.
-pub(super) async fn trim(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<DataReply> {
-    replica.check_member(r.epoch)?;
-    if !replica.view().head {
-        return Err(Error::new(
-            Code::NotServing,
-            format!("chain {} is trimmed at its head, not here", r.chain),
-        ));
-    }
-    let file = (r.chunk.ino, r.chunk.data);
-    // While a file may be written, its tombstones stay. Replicas do not forget them at the same
-    // moment, and where one is left, an update that builds on nothing is refused.
-    let gone = r.flags & FLAG_TOMBSTONE != 0;
-    if gone && (r.chunk.index != 0 && r.offset == 0 || r.len != u32::MAX) {
-        return Err(Error::new(Code::Inval, "data that is gone for good keeps no chunk"));
-    }
-    let budget = Budget::of(r);
-    if gone {
-        let _removal = replica.cuts.alone(file)?;
-        // Before looking at what is in flight.
-        replica.data_is_gone(r.chunk.data);
-        return remove_for_good(replica, r, trace, &budget).await;
-    }
-    if r.seq == 0 {
-        if r.version.epoch == 0 {
-            return Err(Error::new(Code::Inval, "TRIM does not say of which term it is"));
-        }
-        let number = replica.cuts.give(file, r.epoch, r.version.epoch)?;
-        let version = Version { epoch: r.epoch, number };
-        return Ok(DataReply { version, epoch: r.epoch, ..DataReply::default() });
-    }
-    let _running = replica.cuts.begin(file, r.epoch, r.seq)?;
-    tracing::debug!("chain {}: chunks of {} go, {} bytes stay before", r.chain, r.chunk, r.len);
-    cut_before(replica, r, trace).await?;
-    let next = remove(replica, r, trace, &budget).await?;
-    let stamps = replica.flush_chain(r.epoch).await?;
-    Ok(DataReply { stable: next.is_none(), stamps, ..goes_on(r.epoch, next) })
+/// See the module.
+pub(super) struct Trims {
+    replica: Arc<Replica>,
+    updates: Arc<Updates>,
+    numbers: TrimNumbers,
 }
 
-/// Removes all chunks, then has the tombstones forgotten. In the second step nothing makes a chunk
-/// of the data any more, so what a replica behind still has belongs to no file.
-async fn remove_for_good(
-    replica: &Arc<Replica>,
-    r: &DataRequest,
-    trace: u64,
-    budget: &Budget,
-) -> Result<DataReply> {
-    let mut from = r.chunk;
-    if r.seq != FORGETTING {
-        tracing::debug!("chain {}: chunks of {} go for good", r.chain, r.chunk);
-        if let Some(next) = remove(replica, r, trace, budget).await? {
-            let stamps = replica.flush_chain(r.epoch).await?;
-            return Ok(DataReply { stamps, ..goes_on(r.epoch, Some(next)) });
-        }
-        from.index = 0;
+impl Trims {
+    pub(super) fn new(replica: Arc<Replica>, updates: Arc<Updates>) -> Trims {
+        Trims { replica, updates, numbers: TrimNumbers::default() }
     }
-    loop {
-        let (stamps, next) =
-            replica.forget_chain(r.epoch, Forget { from, most: FORGET_PAGE }).await?;
-        match next {
-            None => return Ok(DataReply { stable: true, stamps, ..goes_on(r.epoch, None) }),
-            Some(index) => from.index = index,
-        }
-        if budget.is_spent() {
-            // The length tells that this is the second step.
-            return Ok(DataReply { stamps, len: 2, ..goes_on(r.epoch, next) });
-        }
-    }
-}
 
-/// Removes chunks. Returns where to continue if the time is over before all is done.
-async fn remove(
-    replica: &Arc<Replica>,
-    r: &DataRequest,
-    trace: u64,
-    budget: &Budget,
-) -> Result<Option<u64>> {
-    // Writes in flight may make chunks that no list has yet. Those are removed after the write, in
-    // their slot.
-    let mut busy: BTreeSet<u64> = replica.busy_from(r.chunk).into_iter().collect();
-    let mut from = r.chunk.index;
-    loop {
-        let page = replica.engine().chunks_of(r.chain, r.chunk.ino, r.chunk.data, from, PAGE)?;
-        let next =
-            page.last().filter(|_| page.len() == PAGE).and_then(|e| e.chunk.index.checked_add(1));
-        let later = next.map(|next| busy.split_off(&next)).unwrap_or_default();
-        let mut due = std::mem::replace(&mut busy, later);
-        due.extend(page.iter().filter(|e| !e.tombstone).map(|e| e.chunk.index));
-        if let Some(left) = remove_all(replica, r, trace, due, budget).await? {
-            return Ok(Some(left));
+    /// Removes a file's chunks of this chain from `chunk.index` on, and truncates the one before. A
+    /// request without a number only gets one. Data that is gone for good needs no number: nothing
+    /// writes it again, and late copies of old writes are refused. It is removed in two steps, told
+    /// apart by `seq`: first all chunks, then the tombstones.
+    pub(super) async fn trim(&self, r: &DataRequest, trace: u64) -> Result<DataReply> {
+        self.replica.check_member(r.epoch)?;
+        if !self.replica.view().head {
+            return Err(Error::new(
+                Code::NotServing,
+                format!("chain {} is trimmed at its head, not here", r.chain),
+            ));
         }
-        match next {
-            Some(next) if budget.is_spent() => return Ok(Some(next)),
-            Some(next) => from = next,
-            None => return Ok(None),
+        let file = (r.chunk.ino, r.chunk.data);
+        // While a file may be written, its tombstones stay. Replicas do not forget them at the same
+        // moment, and where one is left, an update that builds on nothing is refused.
+        let gone = r.flags & FLAG_TOMBSTONE != 0;
+        if gone && (r.chunk.index != 0 && r.offset == 0 || r.len != u32::MAX) {
+            return Err(Error::new(Code::Inval, "data that is gone for good keeps no chunk"));
         }
-        // A page of tombstones has nothing to wait for.
-        tokio::task::yield_now().await;
+        let budget = Budget::of(r);
+        if gone {
+            let _removal = self.numbers.begin_removal(file)?;
+            // Before looking at what is in flight.
+            self.replica.data_is_gone(r.chunk.data);
+            return self.remove_for_good(r, trace, &budget).await;
+        }
+        if r.seq == 0 {
+            if r.version.epoch == 0 {
+                return Err(Error::new(Code::Inval, "TRIM does not say of which term it is"));
+            }
+            let number = self.numbers.issue(file, r.epoch, r.version.epoch)?;
+            let version = Version { epoch: r.epoch, number };
+            return Ok(DataReply { version, epoch: r.epoch, ..DataReply::default() });
+        }
+        let _running = self.numbers.begin(file, r.epoch, r.seq)?;
+        tracing::debug!("chain {}: chunks of {} go, {} bytes stay before", r.chain, r.chunk, r.len);
+        self.cut_before(r, trace).await?;
+        let next = self.remove(r, trace, &budget).await?;
+        let boot_ids = self.replica.flush_chain(r.epoch).await?;
+        Ok(DataReply { stable: next.is_none(), boot_ids, ..goes_on(r.epoch, next) })
     }
-}
 
-/// Returns the first chunk that is left when the time is over. Removes at least one.
-async fn remove_all(
-    replica: &Arc<Replica>,
-    r: &DataRequest,
-    trace: u64,
-    due: BTreeSet<u64>,
-    budget: &Budget,
-) -> Result<Option<u64>> {
-    let gone = r.flags & FLAG_TOMBSTONE != 0;
-    let (mut due, mut begun) = (due.into_iter(), 0);
-    let mut removals = FuturesUnordered::new();
-    loop {
-        while removals.len() < PARALLEL
-            && (begun == 0 || !budget.is_spent())
-            && let Some(index) = due.next()
-        {
-            begun += 1;
-            removals.push(update(replica, r, trace, Kind::Remove, index, 0));
+    /// Removes all chunks, then has the tombstones forgotten. In the second step nothing makes a chunk
+    /// of the data any more, so what a replica behind still has belongs to no file.
+    async fn remove_for_good(
+        &self,
+        r: &DataRequest,
+        trace: u64,
+        budget: &Budget,
+    ) -> Result<DataReply> {
+        let mut from = r.chunk;
+        if r.seq != FORGETTING {
+            tracing::debug!("chain {}: chunks of {} go for good", r.chain, r.chunk);
+            if let Some(next) = self.remove(r, trace, budget).await? {
+                let boot_ids = self.replica.flush_chain(r.epoch).await?;
+                return Ok(DataReply { boot_ids, ..goes_on(r.epoch, Some(next)) });
+            }
+            from.index = 0;
         }
-        match removals.next().await {
-            None => return Ok(due.next()),
-            // Its version is not known, here or on a replica behind. The second step removes it
-            // there.
-            Some(Err(e)) if gone && e.code == Code::Corrupt => {}
-            Some(other) => drop(other?),
+        loop {
+            let (boot_ids, next) =
+                self.forget_chain(r.epoch, Forget { from, most: FORGET_PAGE }).await?;
+            match next {
+                None => return Ok(DataReply { stable: true, boot_ids, ..goes_on(r.epoch, None) }),
+                Some(index) => from.index = index,
+            }
+            if budget.is_spent() {
+                // The length tells that this is the second step.
+                return Ok(DataReply { boot_ids, len: 2, ..goes_on(r.epoch, next) });
+            }
         }
     }
-}
 
-async fn cut_before(replica: &Arc<Replica>, r: &DataRequest, trace: u64) -> Result<()> {
-    let Some(index) = r.chunk.index.checked_sub(1).filter(|_| r.len != u32::MAX) else {
-        return Ok(());
-    };
-    let key = replica.key(ChunkId { index, ..r.chunk });
-    let cut = match replica.engine().meta(&key) {
-        _ if replica.busy_from(key.chunk).first() == Some(&index) => true,
-        Err(e) if e.code == Code::Corrupt => true,
-        other => other?.is_some_and(|m| !m.tombstone && m.len > r.len),
-    };
-    if cut {
-        update(replica, r, trace, Kind::Truncate, index, r.len).await?;
+    /// Removes chunks. Returns where to continue if the time is over before all is done.
+    async fn remove(&self, r: &DataRequest, trace: u64, budget: &Budget) -> Result<Option<u64>> {
+        // Writes in flight may make chunks that no list has yet. Those are removed after the write, in
+        // their slot.
+        let mut busy: BTreeSet<u64> = self.replica.busy_from(r.chunk).into_iter().collect();
+        let mut from = r.chunk.index;
+        loop {
+            let page =
+                self.replica.engine().chunks_of(r.chain, r.chunk.ino, r.chunk.data, from, PAGE)?;
+            let next = page
+                .last()
+                .filter(|_| page.len() == PAGE)
+                .and_then(|e| e.chunk.index.checked_add(1));
+            let later = next.map(|next| busy.split_off(&next)).unwrap_or_default();
+            let mut due = std::mem::replace(&mut busy, later);
+            due.extend(page.iter().filter(|e| !e.tombstone).map(|e| e.chunk.index));
+            if let Some(left) = self.remove_all(r, trace, due, budget).await? {
+                return Ok(Some(left));
+            }
+            match next {
+                Some(next) if budget.is_spent() => return Ok(Some(next)),
+                Some(next) => from = next,
+                None => return Ok(None),
+            }
+            // A page of tombstones has nothing to wait for.
+            tokio::task::yield_now().await;
+        }
     }
-    Ok(())
-}
 
-/// An update of one chunk of the file, without a session.
-async fn update(
-    replica: &Arc<Replica>,
-    r: &DataRequest,
-    trace: u64,
-    kind: Kind,
-    index: u64,
-    offset: u32,
-) -> Result<DataReply> {
-    let flags = if kind == Kind::Remove { r.flags & FLAG_TOMBSTONE } else { 0 };
-    let chunk = ChunkId { index, ..r.chunk };
-    let request =
-        DataRequest { kind, flags, offset, ..DataRequest::new(r.chain, r.epoch, r.target, chunk) };
-    replica.update(Carried { request, payload: Vec::new(), trace, _in_work: None }, false).await
-}
+    /// Returns the first chunk that is left when the time is over. Removes at least one.
+    async fn remove_all(
+        &self,
+        r: &DataRequest,
+        trace: u64,
+        due: BTreeSet<u64>,
+        budget: &Budget,
+    ) -> Result<Option<u64>> {
+        let gone = r.flags & FLAG_TOMBSTONE != 0;
+        let (mut due, mut begun) = (due.into_iter(), 0);
+        let mut removals = FuturesUnordered::new();
+        loop {
+            while removals.len() < PARALLEL
+                && (begun == 0 || !budget.is_spent())
+                && let Some(index) = due.next()
+            {
+                begun += 1;
+                removals.push(self.update(r, trace, Kind::Remove, index, 0));
+            }
+            match removals.next().await {
+                None => return Ok(due.next()),
+                // Its version is not known, here or on a replica behind. The second step removes it
+                // there.
+                Some(Err(e)) if gone && e.code == Code::Corrupt => {}
+                Some(other) => drop(other?),
+            }
+        }
+    }
 
-impl Replica {
+    async fn cut_before(&self, r: &DataRequest, trace: u64) -> Result<()> {
+        let Some(index) = r.chunk.index.checked_sub(1).filter(|_| r.len != u32::MAX) else {
+            return Ok(());
+        };
+        let key = self.replica.key(ChunkId { index, ..r.chunk });
+        let cut = match self.replica.engine().meta(&key) {
+            _ if self.replica.busy_from(key.chunk).first() == Some(&index) => true,
+            Err(e) if e.code == Code::Corrupt => true,
+            other => other?.is_some_and(|m| !m.tombstone && m.len > r.len),
+        };
+        if cut {
+            self.update(r, trace, Kind::Truncate, index, r.len).await?;
+        }
+        Ok(())
+    }
+
+    /// An update of one chunk of the file, without a session.
+    async fn update(
+        &self,
+        r: &DataRequest,
+        trace: u64,
+        kind: Kind,
+        index: u64,
+        offset: u32,
+    ) -> Result<DataReply> {
+        let flags = if kind == Kind::Remove { r.flags & FLAG_TOMBSTONE } else { 0 };
+        let chunk = ChunkId { index, ..r.chunk };
+        let request = DataRequest {
+            kind,
+            flags,
+            offset,
+            ..DataRequest::new(r.chain, r.epoch, r.target, chunk)
+        };
+        let update = UpdateRequest { request, payload: Vec::new(), trace, _in_work: None };
+        self.updates.update(update, false).await
+    }
+
     /// Flushes the chain, then has every replica forget tombstones, those behind before this one.
-    /// Returns their stamps, and where one of them has to continue.
+    /// Returns their boot_ids, and where one of them has to continue.
     pub(super) async fn forget_chain(
-        self: &Arc<Self>,
+        &self,
         epoch: u64,
         f: Forget,
-    ) -> Result<(Vec<Stamp>, Option<u64>)> {
-        let (stamps, behind) = self.flush_all(epoch, Some(f)).await?;
+    ) -> Result<(Vec<BootId>, Option<u64>)> {
+        let (boot_ids, behind) = self.replica.flush_all(epoch, Some(f)).await?;
         // After this, no chunk is left that recognizes a late copy of a FORWARD.
-        self.data_is_gone(f.from.data);
+        self.replica.data_is_gone(f.from.data);
         let (file, mut from) = ((f.from.ino, f.from.data), f.from.index);
         let most = if f.most == 0 { FORGET_PAGE } else { f.most.min(FORGET_PAGE) } as usize;
         loop {
-            let forgot = self.engine().forget_tombstones(self.chain, file, from, most)?;
+            let forgot =
+                self.replica.engine().forget_tombstones(self.replica.chain, file, from, most)?;
             self.drop_leftovers(epoch, f.from, forgot.left).await?;
             match forgot.next {
                 // A caller that wants all of it does not ask again.
                 Some(next) if f.most == 0 => from = next,
-                next => return Ok((stamps, [next, behind].into_iter().flatten().min())),
+                next => return Ok((boot_ids, [next, behind].into_iter().flatten().min())),
             }
-            self.flush().await?;
+            self.replica.flush().await?;
         }
     }
 
     /// Removes chunks of data that is gone for good, which the chain's head does not have. Late
     /// FORWARDs made them.
-    async fn drop_leftovers(
-        self: &Arc<Self>,
-        epoch: u64,
-        of: ChunkId,
-        left: Vec<u64>,
-    ) -> Result<()> {
+    async fn drop_leftovers(&self, epoch: u64, of: ChunkId, left: Vec<u64>) -> Result<()> {
         let Some(first) = left.first() else { return Ok(()) };
-        let (chain, count, first) = (self.chain, left.len(), ChunkId { index: *first, ..of });
+        let (chain, count, first) =
+            (self.replica.chain, left.len(), ChunkId { index: *first, ..of });
         tracing::info!(
             "chain {chain}: {count} chunks are left over from data that is gone and are removed, {first} first"
         );
@@ -391,11 +389,11 @@ impl Replica {
         stream::iter(removals).buffer_unordered(PARALLEL).try_collect().await
     }
 
-    async fn drop_leftover(self: &Arc<Self>, epoch: u64, chunk: ChunkId) -> Result<()> {
-        let _hold = self.hold(chunk, epoch).await?;
-        self.check_member(epoch)?;
-        let staged = self.engine().stage(self.key(chunk), Update::Remove).await?;
-        self.engine().forget(staged)
+    async fn drop_leftover(&self, epoch: u64, chunk: ChunkId) -> Result<()> {
+        let _hold = self.replica.hold(chunk, epoch).await?;
+        self.replica.check_member(epoch)?;
+        let staged = self.replica.engine().stage(self.replica.key(chunk), Update::Remove).await?;
+        self.replica.engine().forget(staged)
     }
 }
 
@@ -407,70 +405,70 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_number_is_good_once_as_the_last_one_and_soon() {
-        let cuts = Cuts::default();
+        let numbers = TrimNumbers::default();
         let refused = |r: Result<Running<'_>>| assert_eq!(r.err().unwrap().code, Code::StaleEpoch);
-        refused(cuts.begin(A, 5, 0));
-        let first = cuts.give(A, 5, 1).unwrap();
-        let second = cuts.give(A, 5, 1).unwrap();
-        let other = cuts.give((5, 9), 5, 1).unwrap();
-        refused(cuts.begin(A, 5, first));
-        refused(cuts.begin((5, 9), 5, second));
-        refused(cuts.begin(A, 6, second));
-        let running = cuts.begin(A, 5, second).unwrap();
-        refused(cuts.begin(A, 5, second));
-        assert_eq!(cuts.give(A, 5, 1).unwrap_err().code, Code::Overloaded, "one at a time");
+        refused(numbers.begin(A, 5, 0));
+        let first = numbers.issue(A, 5, 1).unwrap();
+        let second = numbers.issue(A, 5, 1).unwrap();
+        let other = numbers.issue((5, 9), 5, 1).unwrap();
+        refused(numbers.begin(A, 5, first));
+        refused(numbers.begin((5, 9), 5, second));
+        refused(numbers.begin(A, 6, second));
+        let running = numbers.begin(A, 5, second).unwrap();
+        refused(numbers.begin(A, 5, second));
+        assert_eq!(numbers.issue(A, 5, 1).unwrap_err().code, Code::Overloaded, "one at a time");
         drop(running);
-        refused(cuts.begin(A, 5, second));
-        drop(cuts.begin((5, 9), 5, other).unwrap());
-        let late = cuts.give(A, 5, 1).unwrap();
+        refused(numbers.begin(A, 5, second));
+        drop(numbers.begin((5, 9), 5, other).unwrap());
+        let late = numbers.issue(A, 5, 1).unwrap();
         tokio::time::advance(GOOD_FOR).await;
-        refused(cuts.begin(A, 5, late));
+        refused(numbers.begin(A, 5, late));
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_file_is_removed_by_one_at_a_time_and_not_while_it_is_cut() {
-        let cuts = Cuts::default();
+        let numbers = TrimNumbers::default();
         let overloaded = |code: Option<Code>| assert_eq!(code, Some(Code::Overloaded));
-        let number = cuts.give(A, 5, 1).unwrap();
-        let running = cuts.begin(A, 5, number).unwrap();
-        overloaded(cuts.alone(A).err().map(|e| e.code));
+        let number = numbers.issue(A, 5, 1).unwrap();
+        let running = numbers.begin(A, 5, number).unwrap();
+        overloaded(numbers.begin_removal(A).err().map(|e| e.code));
         drop(running);
-        let number = cuts.give(A, 5, 1).unwrap();
-        let removal = cuts.alone(A).unwrap();
-        overloaded(cuts.alone(A).err().map(|e| e.code));
-        overloaded(cuts.begin(A, 5, number).err().map(|e| e.code));
-        drop(cuts.alone((5, 9)).unwrap());
+        let number = numbers.issue(A, 5, 1).unwrap();
+        let removal = numbers.begin_removal(A).unwrap();
+        overloaded(numbers.begin_removal(A).err().map(|e| e.code));
+        overloaded(numbers.begin(A, 5, number).err().map(|e| e.code));
+        drop(numbers.begin_removal((5, 9)).unwrap());
         drop(removal);
-        drop(cuts.alone(A).unwrap());
-        drop(cuts.begin(A, 5, number).unwrap());
+        drop(numbers.begin_removal(A).unwrap());
+        drop(numbers.begin(A, 5, number).unwrap());
     }
 
     #[tokio::test(start_paused = true)]
     async fn leaders_of_former_terms_and_numbers_of_former_epochs_are_refused() {
-        let cuts = Cuts::default();
-        let old = cuts.give(A, 5, 7).unwrap();
-        assert_eq!(cuts.give(A, 5, 6).unwrap_err().code, Code::StaleEpoch);
-        let new = cuts.give((5, 9), 6, 7).unwrap();
-        assert!(cuts.begin(A, 6, old).is_err() && cuts.begin(A, 5, old).is_err());
-        assert_eq!(cuts.give(A, 5, 8).unwrap_err().code, Code::StaleEpoch);
-        drop(cuts.begin((5, 9), 6, new).unwrap());
-        cuts.give(A, 7, 2).unwrap(); // a recovered group
+        let numbers = TrimNumbers::default();
+        let old = numbers.issue(A, 5, 7).unwrap();
+        assert_eq!(numbers.issue(A, 5, 6).unwrap_err().code, Code::StaleEpoch);
+        let new = numbers.issue((5, 9), 6, 7).unwrap();
+        assert!(numbers.begin(A, 6, old).is_err() && numbers.begin(A, 5, old).is_err());
+        assert_eq!(numbers.issue(A, 5, 8).unwrap_err().code, Code::StaleEpoch);
+        drop(numbers.begin((5, 9), 6, new).unwrap());
+        numbers.issue(A, 7, 2).unwrap(); // a recovered group
     }
 
     #[tokio::test(start_paused = true)]
     async fn numbers_that_nobody_uses_make_way() {
-        let cuts = Cuts::default();
+        let numbers = TrimNumbers::default();
         for n in 0..MOST as u64 {
-            cuts.give((n, 1), 5, 1).unwrap();
+            numbers.issue((n, 1), 5, 1).unwrap();
         }
         assert_eq!(
-            cuts.give((4, 1), 5, 1).unwrap(),
+            numbers.issue((4, 1), 5, 1).unwrap(),
             MOST as u64 + 1,
             "another one for a file that has one"
         );
-        assert_eq!(cuts.give((MOST as u64, 1), 5, 1).unwrap_err().code, Code::Overloaded);
+        assert_eq!(numbers.issue((MOST as u64, 1), 5, 1).unwrap_err().code, Code::Overloaded);
         tokio::time::advance(GOOD_FOR).await;
-        cuts.give((MOST as u64, 1), 5, 1).unwrap();
-        assert_eq!(cuts.0.lock().files.len(), 1);
+        numbers.issue((MOST as u64, 1), 5, 1).unwrap();
+        assert_eq!(numbers.0.lock().files.len(), 1);
     }
 }

@@ -5,8 +5,8 @@ use strake_proto::{
     Bound, CapKey, Capability, ChunkId, Fid, Rights,
     cap::{CAP_LEN, derive_key},
     data::{
-        Clock, DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, Kind, ListEntry,
-        Region, Stamp, Version, Writer,
+        BootId, Clock, DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, Kind,
+        ListEntry, Region, Version, Writer,
     },
     frame::{self, Header},
     layout::{Cut, StripeMap, set_members},
@@ -135,7 +135,7 @@ fn data_reply_and_list() {
         epoch: 0x23,
         len: 0x24,
         sums: vec![0x25],
-        stamps: vec![Stamp { target: 0x26, stamp: 0x27 }],
+        boot_ids: vec![BootId { target: 0x26, number: 0x27 }],
     };
     let want = [
         "0100",

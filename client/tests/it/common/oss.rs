@@ -14,8 +14,8 @@ use strake_proto::{
     CapKey, ChunkId, Code, Error, Result, Rights,
     checksum::{block_sums, verify},
     data::{
-        DataReply, DataRequest, Extent, Extents, FLAG_GRANTED, FLAG_REPLAY, FLAG_STABLE,
-        KEPT_WRITERS, Kind, Stamp, Version, Writer,
+        BootId, DataReply, DataRequest, Extent, Extents, FLAG_GRANTED, FLAG_REPLAY, FLAG_STABLE,
+        KEPT_WRITERS, Kind, Version, Writer,
     },
     map::{ChainExt, MapView},
     opcode, pb,
@@ -215,8 +215,8 @@ impl Oss {
         some
     }
 
-    fn stamps(s: &State, chain: &pb::Chain) -> Vec<Stamp> {
-        chain.serving().map(|t| Stamp { target: t, stamp: s.targets[&t].stamp }).collect()
+    fn boot_ids(s: &State, chain: &pb::Chain) -> Vec<BootId> {
+        chain.serving().map(|t| BootId { target: t, number: s.targets[&t].stamp }).collect()
     }
 
     async fn write(&self, target: u32, r: DataRequest, payload: Vec<Buf>) -> Result<DataReply> {
@@ -279,7 +279,7 @@ impl Oss {
             stable,
             version,
             epoch: chain.epoch,
-            stamps: Self::stamps(s, &chain),
+            boot_ids: Self::boot_ids(s, &chain),
             ..Default::default()
         })
     }
@@ -303,7 +303,7 @@ impl Oss {
         Ok(DataReply {
             stable: true,
             epoch: chain.epoch,
-            stamps: Self::stamps(s, &chain),
+            boot_ids: Self::boot_ids(s, &chain),
             ..Default::default()
         })
     }

@@ -3,7 +3,7 @@
 use strake_oss::chain::What;
 use strake_proto::{
     Code,
-    data::{Stamp, Version},
+    data::{BootId, Version},
 };
 
 use super::{
@@ -179,7 +179,7 @@ impl World {
         &mut self,
         from: usize,
         write: Write,
-        result: Result<(Version, Vec<Stamp>, bool), Code>,
+        result: Result<(Version, Vec<BootId>, bool), Code>,
     ) {
         let losses = self.replicas[from].losses;
         let client = &mut self.clients[write.session as usize - 1];
@@ -187,10 +187,10 @@ impl World {
         o.sent = false;
         let again = o.replay.is_some();
         match result {
-            Ok((version, stamps, stable)) => {
+            Ok((version, boot_ids, stable)) => {
                 client.open = None;
                 client.acked.retain(|a| a.write != write);
-                client.acked.push(Acked { write, version, stamps, stable, losses }.forgetful());
+                client.acked.push(Acked { write, version, boot_ids, stable, losses }.forgetful());
             }
             Err(Code::Overtaken) => {
                 if !again || self.losses == 0 {
@@ -211,11 +211,11 @@ impl World {
 
     pub(super) fn flush(&mut self, c: usize, to: usize) {
         self.left.flushes -= 1;
-        let Ok(stamps) = self.flush_from(to) else { return };
+        let Ok(boot_ids) = self.flush_from(to) else { return };
         let any = self.fault == Fault::AnyStamp;
         let client = &mut self.clients[c];
         for a in client.acked.iter_mut().filter(|a| !a.stable) {
-            if any || stamps.first().is_some_and(|head| a.stamps.contains(head)) {
+            if any || boot_ids.first().is_some_and(|head| a.boot_ids.contains(head)) {
                 a.stable = true;
                 *a = a.clone().forgetful();
             } else if client.open.is_none() {
@@ -229,7 +229,7 @@ impl Acked {
     /// Drops what is not needed any more: a stable write is never sent again.
     fn forgetful(self) -> Acked {
         if self.stable {
-            Acked { version: Version::default(), stamps: Vec::new(), losses: 0, ..self }
+            Acked { version: Version::default(), boot_ids: Vec::new(), losses: 0, ..self }
         } else {
             self
         }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use strake_oss::chain::{ChainCore, Committed, OpId};
 use strake_proto::{
     ChunkId, Code,
-    data::{Stamp, Version},
+    data::{BootId, Version},
 };
 
 /// Targets; some of them are replicas.
@@ -127,7 +127,7 @@ pub enum Asker {
 pub enum Message {
     Forward { to: usize, epoch: u64, version: Version, prev: Version, write: Write, asker: Asker },
     Put { to: usize, epoch: u64, body: Chunk, expected: Version, asker: Asker },
-    Answer { to: usize, op: OpId, attempt: u32, result: Result<Vec<Stamp>, Code> },
+    Answer { to: usize, op: OpId, attempt: u32, result: Result<Vec<BootId>, Code> },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -233,7 +233,7 @@ pub struct Open {
 pub struct Acked {
     pub write: Write,
     pub version: Version,
-    pub stamps: Vec<Stamp>,
+    pub boot_ids: Vec<BootId>,
     pub stable: bool,
     /// The chain's losses as the replica that answered knew them.
     pub losses: u8,

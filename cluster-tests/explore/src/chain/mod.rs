@@ -22,7 +22,7 @@ use kinds::{Asker, Awaits, CHAIN, CLIENTS, Chunk, Client, Kind, N, Pass, Replica
 pub use kinds::{Bounds, Fault, Message};
 use strake_oss::chain::{ChainCore, OpId};
 use strake_proto::{
-    data::Stamp,
+    data::BootId,
     pb::{self, ReplicaState},
 };
 
@@ -357,7 +357,7 @@ impl World {
 
 /// A core without a map. `stale_through`: see [`ChainCore::new`].
 fn new_core(at: usize, life: u64, stale_through: u64) -> ChainCore {
-    ChainCore::new(CHAIN, Stamp { target: at as u32, stamp: life }, stale_through)
+    ChainCore::new(CHAIN, BootId { target: at as u32, number: life }, stale_through)
 }
 
 impl Model for World {

@@ -3,7 +3,7 @@
 use strake_oss::chain::{Committed, Input, Local, Op, OpId, Outcome, Output, What};
 use strake_proto::{
     ChunkId, Code, Error, Result,
-    data::{Stamp, Version, Writer},
+    data::{BootId, Version, Writer},
 };
 
 use super::{
@@ -149,20 +149,22 @@ impl World {
         let Some(w) = self.replicas[i].work.remove(&op) else { return };
         let result = match outcome {
             Outcome::Known { version } if self.fault == Fault::KnownUnflushed => {
-                Ok((version, vec![self.replicas[i].core.stamp()], true))
+                Ok((version, vec![self.replicas[i].core.boot_id()], true))
             }
-            Outcome::Known { version } => self.flush_from(i).map(|stamps| (version, stamps, true)),
-            Outcome::Applied { version, stamps } => Ok((version, stamps, false)),
+            Outcome::Known { version } => {
+                self.flush_from(i).map(|boot_ids| (version, boot_ids, true))
+            }
+            Outcome::Applied { version, boot_ids } => Ok((version, boot_ids, false)),
             Outcome::Granted => return,
             Outcome::Refused(e) => Err(e.code),
         };
         match (w.asker, w.kind) {
             (Asker::Client, Kind::Update(write)) => self.client_answered(i, write, result),
-            (asker, _) => self.answer(asker, result.map(|(_, stamps, _)| stamps)),
+            (asker, _) => self.answer(asker, result.map(|(_, boot_ids, _)| boot_ids)),
         }
     }
 
-    fn answer(&mut self, asker: Asker, result: Result<Vec<Stamp>, Code>) {
+    fn answer(&mut self, asker: Asker, result: Result<Vec<BootId>, Code>) {
         if let Asker::Replica { at, op, attempt } = asker {
             self.messages.push(Message::Answer { to: at, op, attempt, result });
         }
@@ -196,7 +198,7 @@ impl World {
     }
 
     /// A chunk arrives, and its slot is held.
-    fn put(&mut self, i: usize, body: Chunk, expected: Version) -> Result<Vec<Stamp>, Code> {
+    fn put(&mut self, i: usize, body: Chunk, expected: Version) -> Result<Vec<BootId>, Code> {
         let r = &mut self.replicas[i];
         let now = r.chunk.state.version;
         if now != expected && now != body.state.version && self.fault != Fault::PutsUnchecked {
@@ -269,14 +271,14 @@ impl World {
     }
 
     /// Flushes a replica and all behind it, in one step.
-    pub(super) fn flush_from(&mut self, i: usize) -> Result<Vec<Stamp>, Code> {
+    pub(super) fn flush_from(&mut self, i: usize) -> Result<Vec<BootId>, Code> {
         let path = self.flush_path(i)?;
         Ok(path
             .into_iter()
             .map(|at| {
                 let r = &mut self.replicas[at];
                 r.durable = r.chunk.clone();
-                r.core.stamp()
+                r.core.boot_id()
             })
             .collect())
     }
@@ -319,7 +321,7 @@ impl World {
         i: usize,
         op: OpId,
         attempt: u32,
-        result: Result<Vec<Stamp>, Code>,
+        result: Result<Vec<BootId>, Code>,
     ) {
         let r = &mut self.replicas[i];
         let epoch = r.epoch();

@@ -11,7 +11,7 @@ use strake_fabric::{Buf, Message, Peer, Service};
 use strake_proto::{
     CapKey, ChunkId, Code, Error, Result, Rights,
     checksum::{block_sums, verify},
-    data::{DataReply, DataRequest, Extent, Extents, Kind, Stamp, Version},
+    data::{BootId, DataReply, DataRequest, Extent, Extents, Kind, Version},
     opcode,
 };
 
@@ -88,8 +88,8 @@ impl Data {
 impl Service for Data {
     async fn handle(&self, _: &Peer, m: Message) -> Result<Message> {
         let r = DataRequest::decode(&m.body)?;
-        let stamps = vec![Stamp { target: r.target, stamp: 1 }];
-        let mut reply = DataReply { stable: true, epoch: r.epoch, stamps, ..Default::default() };
+        let boot_ids = vec![BootId { target: r.target, number: 1 }];
+        let mut reply = DataReply { stable: true, epoch: r.epoch, boot_ids, ..Default::default() };
         let (from, len) = (r.offset as usize, r.len as usize);
         match m.opcode {
             opcode::WRITE => {

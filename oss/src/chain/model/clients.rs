@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use strake_proto::{
     ChunkId, Code, Result,
-    data::{Stamp, Version},
+    data::{BootId, Version},
     map::ChainExt,
 };
 
@@ -17,7 +17,7 @@ pub(super) struct Acked {
     pub(super) value: u64,
     pub(super) seq: u64,
     pub(super) version: Version,
-    pub(super) stamps: Vec<Stamp>,
+    pub(super) boot_ids: Vec<BootId>,
     pub(super) stable: bool,
     pub(super) losses: u64,
 }
@@ -103,17 +103,17 @@ impl Cluster {
         c: usize,
         value: u64,
         losses: u64,
-        result: Result<(Version, Vec<Stamp>, bool)>,
+        result: Result<(Version, Vec<BootId>, bool)>,
     ) {
         let Some((chunk, open, seq, replay)) = self.clients[c].open else { return };
         if open != value {
             return;
         }
         match result {
-            Ok((version, stamps, stable)) => {
+            Ok((version, boot_ids, stable)) => {
                 self.writes += 1;
                 self.clients[c].open = None;
-                let acked = Acked { chunk, value, seq, version, stamps, stable, losses };
+                let acked = Acked { chunk, value, seq, version, boot_ids, stable, losses };
                 self.clients[c].acked.retain(|a| a.value != value);
                 self.clients[c].acked.push(acked);
             }
@@ -141,10 +141,10 @@ impl Cluster {
         if self.r[head].core.view().epoch != epoch || !self.r[head].core.view().head {
             return;
         }
-        let Ok(stamps) = self.flush_from(head) else { return };
+        let Ok(boot_ids) = self.flush_from(head) else { return };
         let mut again = None;
         for a in self.clients[c].acked.iter_mut().filter(|a| !a.stable) {
-            if stamps.first().is_some_and(|head| a.stamps.contains(head)) {
+            if boot_ids.first().is_some_and(|head| a.boot_ids.contains(head)) {
                 a.stable = true;
             } else {
                 again = again.or(Some((a.chunk, a.value, a.seq, Some(a.version))));

@@ -24,7 +24,7 @@ use strake_proto::{Code, Error, Result};
 use super::{
     Shared,
     env::Env,
-    transport::{TransportId, Way},
+    transport::{Transport, TransportId},
 };
 use crate::device::{api::BLOCK, nvme::Format};
 
@@ -86,8 +86,8 @@ fn has_all_users(map: &str) -> bool {
 /// configuration space then. Otherwise SPDK could read garbage as capabilities without a time
 /// limit, and wait for the controller for ever. A reset that begins right after this check can
 /// still cause that.
-fn answers_memory(way: &Way) -> Result<()> {
-    let Way::Pcie(address) = way else { return Ok(()) };
+fn answers_memory(transport: &Transport) -> Result<()> {
+    let Transport::Pcie(address) = transport else { return Ok(()) };
     let function = format!("/sys/bus/pci/devices/{address}");
     let mut header = [0; COMMAND + 1];
     let read = File::open(format!("{function}/config")).and_then(|mut f| f.read_exact(&mut header));
@@ -105,7 +105,7 @@ impl Controller {
     pub(super) fn connect(env: &'static Env, id: &TransportId) -> Result<Controller> {
         // The kernel may not lock the memory that SPDK and DPDK map for the controller. Neither
         // reports that, and the controller then transfers nothing there.
-        if let (Way::Pcie(_), Some(limit)) = (&id.way, lock_limit()) {
+        if let (Transport::Pcie(_), Some(limit)) = (&id.transport, lock_limit()) {
             let m = format!(
                 "{id}: this process may lock only {} KiB of memory, and a controller on PCIe must reach all of its buffers; run it \
                  without a limit (LimitMEMLOCK=infinity, ulimit -l unlimited) or with CAP_IPC_LOCK",
@@ -126,9 +126,11 @@ impl Controller {
         // SAFETY: a parsed transport id; no options.
         let at = unsafe { (env.api.spdk_nvme_connect)(parsed.as_ptr().cast(), ptr::null(), 0) };
         if at.is_null() {
-            let look = match id.way {
-                Way::Pcie(_) => "is it bound to vfio-pci?",
-                Way::Tcp(_) | Way::Rdma(_) => "is its target up, and this host allowed there?",
+            let look = match id.transport {
+                Transport::Pcie(_) => "is it bound to vfio-pci?",
+                Transport::Tcp(_) | Transport::Rdma(_) => {
+                    "is its target up, and this host allowed there?"
+                }
             };
             return Err(Error::new(
                 Code::NxIo,
@@ -189,10 +191,10 @@ impl Controller {
 
     /// Whether a controller on PCIe works, according to its status register: a dead one would not
     /// answer a command. Controllers over a network are checked by their keep-alives.
-    pub(super) fn works(&self, way: &Way) -> bool {
+    pub(super) fn works(&self, transport: &Transport) -> bool {
         // SAFETY: a connected controller, whose registers are mapped.
         let status = || unsafe { (self.env.api.spdk_nvme_ctrlr_get_regs_csts)(self.at) };
-        !matches!(way, Way::Pcie(_)) || status() & (RDY | CFS) == RDY
+        !matches!(transport, Transport::Pcie(_)) || status() & (RDY | CFS) == RDY
     }
 
     /// Call only when no queue pair of it is left. `failed`: it would not answer a proper shutdown.
@@ -222,7 +224,7 @@ impl Controller {
                 // SAFETY: a connected controller; its admin queue is this thread's.
                 Err(RecvTimeoutError::Timeout) => unsafe {
                     (self.env.api.spdk_nvme_ctrlr_process_admin_completions)(self.at) < 0
-                        || !self.works(&id.way)
+                        || !self.works(&id.transport)
                 },
             };
             if failed {
@@ -312,7 +314,7 @@ impl Controller {
         format: Format,
         events: &Receiver<Event>,
     ) -> Result<bool> {
-        answers_memory(&id.way).map_err(|e| e.context(id))?;
+        answers_memory(&id.transport).map_err(|e| e.context(id))?;
         // SAFETY: a controller that is disconnected and has no queue pairs. It is locked until
         // polling it says other than `EAGAIN`.
         unsafe { (self.env.api.spdk_nvme_ctrlr_reconnect_async)(self.at) };

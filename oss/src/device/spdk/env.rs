@@ -14,7 +14,7 @@ use strake_proto::{Code, Error, Result};
 
 use super::{
     ffi::{self, Api},
-    transport::{PciAddress, TransportId, Way},
+    transport::{PciAddress, Transport, TransportId},
 };
 use crate::device::api::BLOCK;
 
@@ -39,7 +39,7 @@ pub(super) struct Env {
     /// move.
     virtual_addresses: bool,
     regions: Mutex<Regions>,
-    open: Mutex<BTreeSet<(Way, u32)>>,
+    open: Mutex<BTreeSet<(Transport, u32)>>,
 }
 
 #[derive(Default)]
@@ -52,10 +52,10 @@ struct Regions {
 /// Announces a device before the first one is opened.
 pub(super) fn announce(id: &TransportId) {
     let mut a = ANNOUNCED.lock();
-    match id.way {
-        Way::Pcie(at) => drop(a.0.insert(at)),
-        Way::Rdma(_) => a.1 = true,
-        Way::Tcp(_) => {}
+    match id.transport {
+        Transport::Pcie(at) => drop(a.0.insert(at)),
+        Transport::Rdma(_) => a.1 = true,
+        Transport::Tcp(_) => {}
     }
 }
 
@@ -179,11 +179,11 @@ impl Env {
     /// Takes a namespace for one device of this process. `Busy`: another device has it. `Perm`: it
     /// was announced too late.
     pub(super) fn claim(&'static self, id: &TransportId) -> Result<Claim> {
-        let late = match id.way {
-            Way::Pcie(at) if !self.allowed.contains(&at) => {
+        let late = match id.transport {
+            Transport::Pcie(at) if !self.allowed.contains(&at) => {
                 Some("looks at no PCI device but those that were")
             }
-            Way::Rdma(_) if !self.rdma => Some("was started without what RDMA needs"),
+            Transport::Rdma(_) if !self.rdma => Some("was started without what RDMA needs"),
             _ => None,
         };
         if let Some(why) = late {
@@ -192,7 +192,7 @@ impl Env {
             );
             return Err(Error::new(Code::Perm, m));
         }
-        let key = (id.way.clone(), id.namespace);
+        let key = (id.transport.clone(), id.namespace);
         if !self.open.lock().insert(key.clone()) {
             return Err(Error::new(Code::Busy, format!("{id} is in use: another target has it")));
         }
@@ -200,11 +200,11 @@ impl Env {
     }
 
     /// Whether a controller reaches that memory directly, without a copy.
-    pub(super) fn reaches(&self, way: &Way, region: Option<&Arc<Region>>) -> bool {
-        match (way, region) {
+    pub(super) fn reaches(&self, transport: &Transport, region: Option<&Arc<Region>>) -> bool {
+        match (transport, region) {
             // The kernel's sockets reach all memory.
-            (Way::Tcp(_), _) => true,
-            (Way::Pcie(_), _) if !self.virtual_addresses => false,
+            (Transport::Tcp(_), _) => true,
+            (Transport::Pcie(_), _) if !self.virtual_addresses => false,
             (_, Some(region)) => self.register(region),
             (_, None) => false,
         }
@@ -244,7 +244,7 @@ impl Env {
 /// A namespace that is taken for one device of this process.
 pub(super) struct Claim {
     env: &'static Env,
-    key: (Way, u32),
+    key: (Transport, u32),
 }
 
 impl Drop for Claim {

@@ -37,7 +37,7 @@ use rustix::{
 use strake_fabric::{Buf, BufMut, Pool};
 use strake_proto::{Code, Error, Result};
 use tokio::sync::{OwnedRwLockReadGuard, OwnedSemaphorePermit, RwLock, Semaphore, oneshot};
-use transport::Way;
+use transport::Transport;
 pub use transport::{PREFIX, TransportId};
 
 use super::{
@@ -51,6 +51,7 @@ const DEPTH: usize = 256;
 /// A write of at most so many buffers makes one command per buffer; more are copied into one.
 const MOST_BUFFERS: usize = 16;
 
+/// An NVMe namespace, local or remote, driven by SPDK in this process.
 pub struct SpdkDevice {
     shared: Arc<Shared>,
     depth: Arc<Semaphore>,
@@ -67,7 +68,7 @@ pub struct SpdkDevice {
 /// What the threads of a device share.
 struct Shared {
     name: String,
-    way: Way,
+    transport: Transport,
     env: &'static Env,
     format: Format,
     /// Most bytes of one command.
@@ -274,7 +275,7 @@ impl Shared {
         };
         Ok(Arc::new(Shared {
             name: id.to_string(),
-            way: id.way.clone(),
+            transport: id.transport.clone(),
             env,
             format: controller.format().map_err(|e| e.context(id))?,
             most: controller.most().max(BLOCK),
@@ -359,7 +360,7 @@ impl Queue {
 impl Drop for SpdkDevice {
     fn drop(&mut self) {
         let c = *self.shared.controller.lock();
-        if self.shared.is_up() && !c.works(&self.shared.way) {
+        if self.shared.is_up() && !c.works(&self.shared.transport) {
             // It must be disconnected before queue pairs are freed, because a dead controller would
             // not answer that.
             let generation = self.shared.generation.load(SeqCst);

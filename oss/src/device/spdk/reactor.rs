@@ -181,7 +181,7 @@ impl Reactor {
         if self.shared.is_up() {
             let c = *self.shared.controller.lock();
             // SPDK waits for the controller's answer for ever, with the controller locked.
-            let pair = match c.works(&self.shared.way) {
+            let pair = match c.works(&self.shared.transport) {
                 // SAFETY: a connected controller; default options.
                 true => unsafe {
                     (self.shared.env.api.spdk_nvme_ctrlr_alloc_io_qpair)(c.at, ptr::null(), 0)
@@ -238,7 +238,7 @@ impl Reactor {
     }
 
     fn arrive(&mut self, op: Op) {
-        let (env, way, most) = (self.shared.env, &self.shared.way, self.shared.most);
+        let (env, transport, most) = (self.shared.env, &self.shared.transport, self.shared.most);
         let metered = Some(match &op.work {
             Work::Read(_) => self.shared.meter.begin(Class::Read, op.len),
             Work::Write(_) => self.shared.meter.begin(Class::Change, op.len),
@@ -248,7 +248,7 @@ impl Reactor {
         let mut a = Active { op, pieces: Vec::new(), left: 0, under_way: 0, failed: None, metered };
         let mut offset = a.op.offset;
         let mut cut = |at: *mut u8, len: usize, region: Option<&Arc<Region>>| {
-            let copied = !env.reaches(way, region);
+            let copied = !env.reaches(transport, region);
             for from in (0..len).step_by(most as usize) {
                 let n = most.min((len - from) as u64);
                 a.pieces.push(Piece::new(offset, at.wrapping_add(from), n, copied));

@@ -50,23 +50,32 @@ impl FromStr for PciAddress {
 
 /// How a controller is reached.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Way {
+pub enum Transport {
+    /// NVMe in this machine.
     Pcie(PciAddress),
+    /// NVMe over TCP.
     Tcp(Remote),
+    /// NVMe over RDMA.
     Rdma(Remote),
 }
 
+/// A controller of another machine.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Remote {
+    /// Where it listens.
     pub address: IpAddr,
+    /// Where it listens.
     pub port: u16,
+    /// Its NVMe qualified name.
     pub subsystem: String,
 }
 
 /// A namespace, how it is reached, and the CPUs that drive it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransportId {
-    pub way: Way,
+    /// How its controller is reached.
+    pub transport: Transport,
+    /// Its number, from 1.
     pub namespace: u32,
     /// CPUs with a reactor each. If empty: the last CPU that this process may use.
     pub cores: Vec<usize>,
@@ -88,10 +97,10 @@ impl TransportId {
                 "trtype:{kind} adrfam:{family} traddr:{address} trsvcid:{port} subnqn:{subsystem}"
             )
         };
-        match &self.way {
-            Way::Pcie(at) => format!("trtype:PCIe traddr:{at}"),
-            Way::Tcp(r) => remote("TCP", r),
-            Way::Rdma(r) => remote("RDMA", r),
+        match &self.transport {
+            Transport::Pcie(at) => format!("trtype:PCIe traddr:{at}"),
+            Transport::Tcp(r) => remote("TCP", r),
+            Transport::Rdma(r) => remote("RDMA", r),
         }
     }
 
@@ -121,14 +130,14 @@ impl TransportId {
         };
         let address = need("traddr", address)?;
         let kind = need("trtype", kind)?.to_ascii_uppercase();
-        let way = match &kind[..] {
+        let transport = match &kind[..] {
             "PCIE" => {
                 if [family, port, subsystem].iter().any(Option::is_some) {
                     return Err(bad("PCIe has traddr only".into()));
                 }
                 let wrong =
                     |()| bad(format!("'{address}' is no PCI address (as lspci -D prints it)"));
-                Way::Pcie(address.parse().map_err(wrong)?)
+                Transport::Pcie(address.parse().map_err(wrong)?)
             }
             "TCP" | "RDMA" => {
                 let address: IpAddr =
@@ -148,7 +157,7 @@ impl TransportId {
                     return Err(bad(format!("'{subsystem}' is no NVMe qualified name")));
                 }
                 let remote = Remote { address, port, subsystem };
-                if kind == "TCP" { Way::Tcp(remote) } else { Way::Rdma(remote) }
+                if kind == "TCP" { Transport::Tcp(remote) } else { Transport::Rdma(remote) }
             }
             other => return Err(bad(format!("trtype '{other}' is none of PCIe, TCP, RDMA"))),
         };
@@ -156,7 +165,7 @@ impl TransportId {
         let namespace = namespace.ok_or_else(|| bad("ns must be a number from 1".into()))?;
         let cores = cores.map_or(Some(Vec::new()), list);
         let cores = cores.ok_or_else(|| bad("cores must be CPU numbers, as in 2,4-5".into()))?;
-        Ok(TransportId { way, namespace, cores })
+        Ok(TransportId { transport, namespace, cores })
     }
 }
 
@@ -192,7 +201,7 @@ mod tests {
             "trtype:TCP adrfam:IPv4 traddr:127.0.0.1 trsvcid:4420 subnqn:nqn.2016-06.io.spdk:c1"
         );
         assert_eq!((t.namespace, &t.cores[..]), (2, &[1, 3, 4][..]));
-        assert_eq!(TransportId::parse(&t.to_string()).unwrap().way, t.way);
+        assert_eq!(TransportId::parse(&t.to_string()).unwrap().transport, t.transport);
         let t = TransportId::parse(
             "spdk:trtype=RDMA adrfam=ipv6 traddr=fe80::1 trsvcid=1 subnqn=nqn.x",
         )

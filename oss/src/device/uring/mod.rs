@@ -34,6 +34,7 @@ pub(super) const DEPTH: usize = 256;
 /// Largest single operation: lengths are 32 bits in the ring.
 const MAX_LEN: u64 = 1 << 30;
 
+/// A file, block device or NVMe namespace through io_uring, with a thread of its own.
 pub struct UringDevice {
     node: Arc<Node>,
     queue: Arc<Queue>,

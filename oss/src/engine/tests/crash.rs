@@ -292,8 +292,8 @@ async fn state(e: &Engine) -> Result<Model> {
 
 /// Blocks in use must be those that a newly opened engine finds in the table.
 async fn check_space(bed: &Bed, e: Arc<Engine>) {
-    e.flush_now().await.unwrap();
-    e.flush_now().await.unwrap();
+    e.shared.flush_now().await.unwrap();
+    e.shared.flush_now().await.unwrap();
     let (used, chunks) = (e.usage().used, e.usage().chunks);
     let model = state(&e).await.unwrap();
     drop(e);

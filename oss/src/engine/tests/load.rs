@@ -287,7 +287,7 @@ async fn readers_see_whole_versions_while_space_is_reused_under_them() {
     assert!(flusher.await.unwrap_err().is_cancelled());
     bed.device.set_latency(OPS, Duration::ZERO);
     e.flush().await.unwrap();
-    e.flush_now().await.unwrap();
+    e.shared.flush_now().await.unwrap();
     assert_eq!(e.usage().used, 80 * BLOCK);
 }
 

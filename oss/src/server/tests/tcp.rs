@@ -116,7 +116,7 @@ async fn two_servers_replicate_over_tcp_and_keep_it_across_a_restart() {
         ..request(0)
     };
     let (r, _) = call(&servers[0], opcode::WRITE, write, &data).await;
-    assert!(r.stable && r.stamps.len() == 2);
+    assert!(r.stable && r.boot_ids.len() == 2);
     let read = |to| move || DataRequest { len: 4 << 20, ..request(to) };
     assert!(call(&servers[1], opcode::READ, read(1), &[]).await.1 == data);
 

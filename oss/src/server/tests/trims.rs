@@ -24,7 +24,7 @@ use crate::{
 /// Puts a chunk into one target's store, bypassing the chain.
 async fn plant(c: &Cluster, target: usize, index: u64, update: Update) {
     let node = &c.nodes[target].server.as_ref().unwrap().node;
-    let engine = node.targets()[0].engine.clone();
+    let engine = node.targets.all()[0].engine.clone();
     let staged = engine.stage(key(index), update).await.unwrap();
     engine.commit(staged, Version { epoch: 1, number: 1 }, Vec::new()).unwrap();
 }
@@ -114,10 +114,10 @@ async fn a_cut_of_many_chunks_ends_in_steps_that_each_end_soon() {
     (cut.chunk.index, cut.len) = (u64::MAX, u32::MAX);
     let number = ask(&c, &DataRequest { seq: 0, ..cut.clone() }).await.version.number;
     let done = ask(&c, &DataRequest { seq: number, ..cut.clone() }).await;
-    assert_eq!((done.stable, done.stamps.len()), (true, 2));
+    assert_eq!((done.stable, done.boot_ids.len()), (true, 2));
     let forgotten = DataRequest { seq: 1, offset: 10, chunk: chunk(u64::MAX), ..gone(&c) };
     let done = ask(&c, &forgotten).await;
-    assert_eq!((done.stable, done.stamps.len()), (true, 2));
+    assert_eq!((done.stable, done.boot_ids.len()), (true, 2));
     assert_eq!(listed(&c, 1).await.len(), 4000);
     // A caller that does not know of steps waits for all of it.
     assert!(ask(&c, &gone(&c)).await.stable);

@@ -1,0 +1,115 @@
+//! The status of a storage server, for administrators.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use strake_proto::{Error, TargetId, pb};
+
+use super::{node::Node, refused_targets, target::Target};
+
+/// The status as of now.
+pub(super) fn status(node: &Node) -> pb::StatusReply {
+    let ctx = &node.ctx;
+    let lease_left_ms = node.lease.left().as_millis() as u64;
+    let refused = refused(node);
+    let mut notices: Vec<String> = refused.iter().map(refused_targets::notice).collect();
+    for id in node.targets.emptied() {
+        notices.push(format!(
+            "target {id} had lost its chunk table since this server started, or before; it came back empty and is filled from other replicas"
+        ));
+    }
+    node.targets.all().iter().for_each(|t| notices_of(node, t, &mut notices));
+    pb::StatusReply {
+        role: "oss".into(),
+        node: ctx.id(),
+        name: ctx.cfg.name.clone(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        pid: u64::from(std::process::id()),
+        uptime_ms: ctx.env.boot().saturating_sub(ctx.started).as_millis() as u64,
+        map: Some(ctx.map.load().map.clone()),
+        notices,
+        targets: node.targets.all().iter().map(|t| status_of(t, lease_left_ms)).collect(),
+        roads: ctx.peers.roads(),
+        refused,
+        ..pb::StatusReply::default()
+    }
+}
+
+fn status_of(t: &Target, lease_left_ms: u64) -> pb::TargetStatus {
+    let u = t.engine.usage();
+    let (device, found) = (t.engine.device(), t.damage.counts());
+    pb::TargetStatus {
+        id: t.id(),
+        device: device.name(),
+        capacity: u.capacity,
+        used: u.used,
+        chunks: u.chunks,
+        direct_io: device.direct(),
+        reads: u.reads,
+        writes: u.writes,
+        read_bytes: u.read_bytes,
+        write_bytes: u.write_bytes,
+        checksum_errors: u.checksum_errors,
+        lease_left_ms,
+        damaged: found.damaged,
+        repaired: found.repaired,
+        lost: found.lost,
+        times: Some(t.times()),
+        slow: None,
+    }
+}
+
+/// What an administrator should know about a target that serves.
+fn notices_of(node: &Node, t: &Arc<Target>, notices: &mut Vec<String>) {
+    match t.unreadable().as_ref().map(Error::to_string) {
+        Some(why) => notices.push(format!(
+            "target {} has failed and comes back empty when nothing that it has is needed: {why}",
+            t.id()
+        )),
+        None if t.failed() => notices.push(format!(
+            "target {} has failed; replace its device, then SIGHUP to the server",
+            t.id()
+        )),
+        None => {}
+    }
+    if t.lacks_space() {
+        notices.push(format!(
+            "target {} is out of its chains: the file system it is in is full; make space there, it comes back by itself",
+            t.id()
+        ));
+    }
+    let lost = t.damage.counts().lost;
+    if lost > 0 {
+        notices.push(format!(
+            "target {}: {lost} chunks have no good copy; see `strake scrub status`",
+            t.id()
+        ));
+    }
+    for r in node.replicas.all().iter().filter(|r| r.replica.id == t.id()) {
+        let kept = r.departure.kept();
+        if kept > 0 {
+            notices.push(format!(
+                "target {} has left chain {} and keeps {kept} chunks of it, which are damaged on replicas in sync; see `strake scrub status`",
+                t.id(),
+                r.replica.chain,
+            ));
+        }
+    }
+    if !t.engine.device().direct() {
+        notices
+            .push(format!("target {} runs without direct I/O: its file system refuses it", t.id()));
+    }
+}
+
+/// Targets out of service. If one folder does not tell its target, and exactly one target of this
+/// server is missing in the cluster, it must be that one.
+fn refused(node: &Node) -> Vec<pb::RefusedTarget> {
+    let (refused, map, id) = (node.targets.refused(), node.ctx.map.load(), node.ctx.id());
+    let known: BTreeSet<TargetId> =
+        node.targets.identities().iter().map(|id| id.target_id).collect();
+    let mut missing =
+        map.map.targets.iter().filter(|t| t.node == id && !known.contains(&t.id)).map(|t| t.id);
+    let only =
+        (missing.next(), missing.next(), refused.iter().filter(|o| o.id().is_none()).count());
+    let number = if let (Some(id), None, 1) = only { Some(id) } else { None };
+    refused.iter().map(|o| o.status(number.filter(|_| o.id().is_none()))).collect()
+}
