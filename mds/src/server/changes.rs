@@ -49,6 +49,16 @@ fn refusal(e: &Error) -> pb::MetaReply {
     }
 }
 
+/// Whether a heavy list may run.
+fn check_moves(ops: &[pb::Op]) -> Result<()> {
+    if !Namespace::has_too_many_moves(ops) {
+        return Ok(());
+    }
+    let m = "a list that moves several names between deep directories is too much work for one \
+             request; split it";
+    Err(Error::new(Code::TooBig, m))
+}
+
 /// See the module.
 pub(super) struct Changes {
     pub member: Arc<Member>,
@@ -98,10 +108,8 @@ impl Changes {
             }
         }
         let turn = self.fair.heavy_turn(call.peer, request.session, &request.ops).await?;
-        if looking.is_some() && turn.is_some() && Namespace::has_too_many_moves(&request.ops) {
-            let m = "a list that moves several names between deep directories is too much work \
-                     for one request; split it";
-            return Ok(self.refuse_list(call, &Error::new(Code::TooBig, m)));
+        if let (Some(_), Some(_), Err(e)) = (&looking, &turn, check_moves(&request.ops)) {
+            return Ok(self.refuse_list(call, &e));
         }
         let in_log = self.fair.change_turn(call.peer, call.session(), request.ops.len()).await?;
         looking.as_ref().map_or(Ok(()), |_| self.check_targets(&request))?;
