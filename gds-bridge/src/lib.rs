@@ -36,7 +36,7 @@ mod cuda;
 mod direct;
 #[cfg(test)]
 #[path = "../../cluster-tests/fake-gpu/src/lib.rs"]
-#[allow(dead_code, reason = "other crates' tests use the rest")]
+#[allow(dead_code, unused_imports, reason = "other crates' tests use the rest")]
 mod fake;
 mod file;
 mod host;

@@ -199,7 +199,7 @@ mod tests {
     fn bytes_are_fixed_for_ever() {
         let t = digest().encode();
         assert_eq!(
-            hex::encode(t),
+            hex::encode(&t),
             "0101000002010000000000000300000000000000a8a7a6a5a4a3a2a1ffffffffffffffffc2f1a985"
         );
         assert_eq!(TableDigest::decode(&t).unwrap(), digest());
