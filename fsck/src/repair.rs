@@ -119,7 +119,7 @@ impl Job {
     fn done(&self) -> &'static str {
         match self {
             Job::Chunks { .. } => "the chunks are deleted",
-            Job::End { .. } => "the file is cut at its end",
+            Job::End { .. } => "the file is truncated to its size",
             Job::Name { .. } => "the entry is removed",
         }
     }
@@ -152,16 +152,22 @@ impl Kept {
         let at = (chunk.ino, chunk.data, chain);
         if self.only.contains(&at) {
             let why = if place.may_be_only() {
-                "the chain where it should be does not have it whole: that is a hole, or this is the only copy"
+                "the chain where it belongs lacks all or part of it: that is a hole, or this is \
+                 the only copy"
             } else {
-                "a chain is cleared of all that a file has there, and others of it there may be the only copy"
+                "a repair removes all that the file has on this chain, and some of that may be \
+                 the only copy"
             };
-            let next = "compare the file with another copy of it; when it is right or written anew, run fsck again";
+            let next = "compare the file with another copy of it; if it is right, or after you \
+                        wrote it anew, run fsck again";
             return Some(left(why, next));
         }
         let open = self.open.contains(&at);
         open.then(|| {
-            left("somebody has the file open for writing", "run fsck again when nobody writes it")
+            left(
+                "a client has the file open for writing",
+                "run fsck again when no client has it open for writing",
+            )
         })
     }
 }
@@ -213,14 +219,15 @@ fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
             Ok(Job::Name { parent: *parent, name: name.clone(), ino: *ino })
         }
         Finding::Dangling { .. } => Err(left(
-            "the inode may exist, it only cannot be read now",
-            "see that all metadata servers are well (`strake status`) and run fsck again",
+            "the inode may exist, but cannot be read now",
+            "check that all metadata servers are well (`strake status`) and run fsck again",
         )),
         Finding::Misplaced { chunk, place, .. } if place.beside_others => match place.beyond {
             // Truncating a file removes everything from its end on, on each of its chains.
             Some(size) => Ok(Job::End { ino: chunk.ino, data: chunk.data, size }),
             None => Err(left(
-                "the chain has other chunks of the file and cannot be cleared, and there is no cut before the file's end",
+                "the chain has other chunks of the file and cannot be cleared, and truncation is \
+                 no way, because the chunk is before the file's end",
                 "copy the file, compare it, and remove the old one",
             )),
         },
@@ -229,19 +236,20 @@ fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
             None => Ok(Job::Chunks { ino: chunk.ino, data: chunk.data, misplaced: true }),
         },
         Finding::Diverged { .. } => Err(left(
-            "which replica is right cannot be told from here",
-            "run `strake scrub start --wait` and fsck again; if it stays, `strake target drain` the target with the older version",
+            "fsck cannot tell which replica is right",
+            "run `strake scrub start --wait` and fsck again; if the finding stays, run `strake \
+             target drain` for the target with the older version",
         )),
         Finding::TwoParents { .. } => Err(left(
-            "which name is right cannot be told from here",
-            "move what is in the directory to a new one and tell the developers",
+            "fsck cannot tell which name is right",
+            "move the content of the directory to a new one and tell the developers",
         )),
         Finding::Lost { .. } => Err(left(
             "its last copies were given up",
-            "restore the file from elsewhere, or `strake target keep` the target if it is back",
+            "restore the file from elsewhere, or run `strake target keep` if the target is back",
         )),
         Finding::Missing { .. } => Err(left(
-            "there is no copy to repair them from; reads give zeros there",
+            "there is no copy to repair from; reads return zeros there",
             "restore the file from elsewhere",
         )),
         Finding::Unreadable { .. } => Err(left(
@@ -279,7 +287,7 @@ impl Checker {
         let waiting = self.deletions(&plan).await?;
         let mut now = self.pass().await?;
         if findings.iter().any(|f| again(f, &now)) {
-            (self.progress)("something is still there; looking again".into());
+            (self.progress)("something is still there; checking again".into());
             tokio::time::sleep(Duration::from_secs(3)).await;
             now = self.pass().await?;
         }
@@ -287,14 +295,15 @@ impl Checker {
             Ok(job) => match refused.get(job) {
                 Some(e) => said_no(e),
                 None if waiting.contains(job) => left(
-                    "its deletion waits with the metadata servers, which try it until all storage servers that have chunks answer",
+                    "the metadata servers repeat its deletion until all storage servers that have \
+                     chunks answer",
                     "see `strake status` for what is missing, and run fsck again",
                 ),
                 None => proven(f, &now, job.done()),
             },
             // Another repair may have removed it, too.
             Err(_) if !is_judged_by_reading(f) && is_gone(f, &now) => {
-                Fate::Repaired("it is gone, with something else")
+                Fate::Repaired("it is gone because of another repair")
             }
             Err(fate) => fate.clone(),
         };
@@ -323,7 +332,7 @@ impl Checker {
             if waiting.is_empty() || start.elapsed() > DELETION {
                 return Ok(waiting);
             }
-            (self.progress)(format!("{} deletions are not done yet", waiting.len()));
+            (self.progress)(format!("{} deletions are not complete yet", waiting.len()));
             tokio::time::sleep(POLL).await;
         }
     }
@@ -339,7 +348,7 @@ fn said_no(e: &strake_proto::Error) -> Fate {
     let next = match e.code {
         Code::Busy => "run fsck again when it is not in use",
         Code::Exist => {
-            "run fsck again; if it stays, the inode has no name that can be reached: tell the developers"
+            "run fsck again; if the finding stays, no path leads to the inode: tell the developers"
         }
         Code::Inval => {
             "if the metadata was recovered from an older state, see \"When the group is lost\" in docs/operations.md"
@@ -477,7 +486,7 @@ mod tests {
         let said = |f: &Finding, kept: &Kept| job(f, kept).unwrap_err().to_string();
         let kept = Kept { only: only(&both), ..Kept::default() };
         assert!(
-            said(&both[0], &kept).contains("others of it there")
+            said(&both[0], &kept).contains("some of that may be the only copy")
                 && said(&both[1], &kept).contains("a hole")
         );
         // On a chain that the file uses, truncation removes it.

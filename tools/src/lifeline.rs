@@ -62,7 +62,7 @@ impl Lifeline {
             .open(&hidden)
             .map_err(failed)?;
         file.try_lock().map_err(|_| {
-            Error::new(Code::Busy, format!("{}: locked by another", hidden.display()))
+            Error::new(Code::Busy, format!("{}: locked by another process", hidden.display()))
         })?;
         file.write_all(format!("{name} {cluster}\n").as_bytes()).map_err(failed)?;
         fs::rename(&hidden, &path).map_err(failed)?;
@@ -86,10 +86,7 @@ impl Drop for Lifeline {
 /// Closes a file that an older version left readable to everybody.
 fn mend(path: &Path) {
     if private::mend(path).is_ok_and(|mended| mended) {
-        tracing::warn!(
-            "{}: other users could read it; it is its owner's alone now",
-            path.display()
-        );
+        tracing::warn!("{}: other users could read it; now only its owner can", path.display());
     }
 }
 

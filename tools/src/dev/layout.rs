@@ -66,9 +66,7 @@ impl Parameters {
             && (1..=3).contains(&self.mirror)
             && (1..=MAX_TARGET_GIB).contains(&self.target_gib);
         if !numbers {
-            return bad(
-                "no cluster was made with such numbers; restore the file or make the cluster anew",
-            );
+            return bad("no cluster can have such numbers; restore the file or make a new cluster");
         }
         if self.ports.len() != 2 * (self.mds + self.oss) as usize {
             return bad("`ports` must have two ports for each server");
@@ -79,7 +77,8 @@ impl Parameters {
             || (1..=self.oss).any(|n| self.targets_of(n).len() > MOST_TARGETS)
         {
             return bad(
-                "`added` names a storage server that there is not, or a size or number of targets that cannot be",
+                "`added` names an unknown storage server, or an impossible size or number of \
+                 targets",
             );
         }
         Ok(())
@@ -149,7 +148,10 @@ impl Cluster {
             }
             c.mend()?;
             if config::write_client_key(&c.client_key(), &ClientKey::of(&c.key()?))? {
-                eprintln!("strake: {}: servers can be told by it now", c.client_key().display());
+                eprintln!(
+                    "strake: {}: completed; clients can now tell servers from impostors",
+                    c.client_key().display()
+                );
             }
             c.write_configs()?;
             return Ok(c);
@@ -177,7 +179,8 @@ impl Cluster {
         if mended > 0 {
             let at = self.dir.display();
             eprintln!(
-                "strake: {at}: other users could read {mended} files and folders; they are the owner's alone now"
+                "strake: {at}: other users could read {mended} files and folders; now only the \
+                 owner can"
             );
         }
         Ok(())
@@ -199,8 +202,8 @@ impl Cluster {
         for (option, given, is) in given {
             if let Some(given) = given.filter(|g| *g != is) {
                 let m = format!(
-                    "the cluster in {} was made with {option} {is}, which {option} {given} cannot change; leave it out, or \
-                     make another cluster in another --dir",
+                    "the cluster in {} was made with {option} {is}; {option} {given} cannot \
+                     change that. Leave the option out, or make another cluster in another --dir",
                     self.dir.display()
                 );
                 return Err(Error::new(Code::Inval, m));

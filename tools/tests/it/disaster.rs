@@ -318,7 +318,7 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
     let made = dump(&w.folder(1), &file);
     ok(&made);
     assert!(json(&made)["records"].as_u64().unwrap() > FILES as u64);
-    refused(&dump(&w.folder(1), &file), &["is there already"]);
+    refused(&dump(&w.folder(1), &file), &["exists already"]);
     // The dump is readable for people.
     let lines = fs::read_to_string(&file).unwrap();
     assert!(

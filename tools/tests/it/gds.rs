@@ -356,8 +356,7 @@ fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
     assert_eq!(out.status.code(), Some(1));
     let (shown, said) = (text(&out.stdout), text(&out.stderr));
     assert!(
-        shown.contains("there is no GPU in this run")
-            && shown.contains("ceiling: pinned copies alone"),
+        shown.contains("no GPU was used") && shown.contains("ceiling: pinned copies alone"),
         "{shown}"
     );
     assert!(

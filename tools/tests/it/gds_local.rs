@@ -416,7 +416,7 @@ fn the_commands_of_the_page_work_on_a_mount() {
     let shown = ok(&sh.output().unwrap());
     for words in [
         "the policy require:local-gds can be met",
-        "6.0 MiB of a file that was there",
+        "6.0 MiB of an existing file",
         "usable",
         "removed",
     ] {
