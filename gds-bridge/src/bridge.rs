@@ -188,14 +188,14 @@ impl Bridge {
             Hands::new(&device, &options)?;
         let device_sums = match device.refuses(Tier::GpuRdma) {
             Some(_) if !options.verify_on_gpu && options.local.is_none() => {
-                Err("it was not asked for".into())
+                Err("it was not requested".into())
             }
             _ => device.sums(),
         };
         let sums = if options.verify_on_gpu {
             device_sums.clone()
         } else {
-            Err("it was not asked for".into())
+            Err("it was not requested".into())
         };
         let local = open_local(&device, &options).await?;
         let bridge = Bridge(Arc::new(Inner {
@@ -350,8 +350,10 @@ impl Bridge {
         }
         let ranges = ongoing.moved.iter().map(|n| n.load(Relaxed)).collect();
         let (mut report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
-        let unsummed =
-            ongoing.unsummed.into_inner().map(|f| format!("the device did not sum all of it: {f}"));
+        let unsummed = ongoing
+            .unsummed
+            .into_inner()
+            .map(|f| format!("the device did not sum all of the data: {f}"));
         report.not_on_gpu = inner.not_on_gpu(&report).or(unsummed);
         inner.remember(&report);
         match outcome {
@@ -489,7 +491,7 @@ impl Inner {
         let got: usize = bufs.iter().map(Buf::len).sum();
         if got < p.len {
             let m = format!(
-                "the file ends after {} bytes, in the middle of what was to be loaded",
+                "the file ends after {} bytes, within the range to load",
                 p.offset + got as u64
             );
             return Err(Error::new(Code::Io, m));
@@ -627,7 +629,7 @@ impl Inner {
         own.try_fold(of_bridge, |policy, (i, t)| {
             both(
                 (&format!("the policy of the file of range {i}"), t.file.policy()),
-                ("what else holds for the call", policy),
+                ("the rest of the call's policies", policy),
             )
         })
     }
@@ -781,13 +783,15 @@ fn direct_done(tier: Tier, w: Went) -> Moved {
 fn unaligned(offset: u64, lost: Option<String>) -> Error {
     if let Some(lost) = lost {
         let m = format!(
-            "this part begins at {offset} in the file, which takes a tier over host memory, and none is left; {lost}"
+            "this part begins at {offset} in the file, so it needs a tier over host memory, and \
+             none is left; {lost}"
         );
         return Error::new(Code::Io, m);
     }
     let m = format!(
-        "storage servers read the device's memory only for parts that begin at a multiple of 4096 in the file, and this one begins at {offset}: \
-         allow a tier over host memory beside gpu-rdma"
+        "storage servers read the device's memory only for parts that begin at a multiple of 4096 \
+         in the file, but this one begins at {offset}: allow a tier over host memory beside \
+         gpu-rdma"
     );
     Error::new(Code::Inval, m)
 }

@@ -101,7 +101,7 @@ impl Run {
             let why = in_words(&unavailable);
             Error::new(
                 Code::OpNotSupp,
-                format!("no tier is available that the policy {policy} allows: {why}"),
+                format!("the policy {policy} allows no available tier: {why}"),
             )
         });
         Run {
@@ -187,7 +187,7 @@ impl Run {
         let Some(tier) = self.roads.iter().find_map(|t| self.takes(*t, came)) else {
             let lost = self.last_lost(|_| true).map(|lost| format!("; {lost}")).unwrap_or_default();
             let m = format!(
-                "bytes of a part came by {}, and {} allows no tier for them{lost}",
+                "bytes of a part came over {}, and {} allows no tier for them{lost}",
                 said(came),
                 self.policy
             );
@@ -234,7 +234,7 @@ impl Run {
         for (tier, bytes) in split.iter().filter(|(_, bytes)| **bytes > 0) {
             assert!(
                 self.policy.allows(tier),
-                "{} does not allow {tier}, by which {bytes} bytes went",
+                "{} does not allow {tier}, which moved {bytes} bytes",
                 self.policy
             );
         }
@@ -261,7 +261,8 @@ impl Run {
         let wrong = split.iter().find(|(t, bytes)| **bytes > 0 && !self.policy.allows(*t));
         if let Some((tier, bytes)) = wrong {
             let m = format!(
-                "{bytes} bytes of a part went by {}, which makes it {tier}, and {} does not allow that",
+                "{bytes} bytes of a part went over {}, which makes its tier {tier}, and {} does \
+                 not allow that",
                 said(by),
                 self.policy
             );
@@ -306,7 +307,7 @@ impl Run {
             let (policy, others) = (self.policy, in_words(&self.unavailable));
             let others = if others.is_empty() { others } else { format!("; {others}") };
             let m = format!(
-                "{tier} failed in the middle of the call, and {policy} allows no other: {why}{others}"
+                "{tier} failed during the call, and {policy} allows no other: {why}{others}"
             );
             self.ended = Some(Error::new(Code::Io, m));
         }
@@ -651,7 +652,7 @@ mod tests {
         let e = outcome.unwrap_err();
         assert!(
             e.code == Code::Io
-                && e.message.contains("10 bytes of a part went by tcp (10) and rdma (20)"),
+                && e.message.contains("10 bytes of a part went over tcp (10) and rdma (20)"),
             "{e}"
         );
         assert_eq!((report.by_tier[Tier::BounceRdma], report.by_tier[Tier::BounceTcp]), (50, 10));

@@ -301,7 +301,7 @@ mod tests {
             write_client_key(&path, &ClientKey::of(&[2; 32])).unwrap_err().code,
             Code::Exist
         );
-        assert!(read_key(&path).unwrap_err().message.contains("a key of clients"));
+        assert!(read_key(&path).unwrap_err().message.contains("a client key"));
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left there");
     }
 

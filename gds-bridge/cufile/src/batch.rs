@@ -259,7 +259,7 @@ impl Batch {
         for i in 0..n {
             let mut e = to[i];
             let Some(other) = s.others.remove(&(e.cookie as usize)) else {
-                say(|| "the real libcufile told of an entry that it does not have".into());
+                say(|| "the real libcufile reported an entry that it does not have".into());
                 continue;
             };
             e.cookie = other.cookie as *mut c_void;

@@ -495,7 +495,7 @@ impl Driver {
             Some("tcp") => Use::Tcp,
             Some("rdma") => Use::Rdma,
             Some(other) => {
-                say(|| format!("STRAKE_GDS_FABRIC is '{other}'; auto, tcp and rdma are known"));
+                say(|| format!("STRAKE_GDS_FABRIC is '{other}'; expected auto, tcp or rdma"));
                 return Err(Wrong::Op(abi::INVALID_VALUE));
             }
         };
@@ -508,7 +508,7 @@ impl Driver {
         let session = Session::open(&setup).map_err(failed)?;
         let uuid = session.fs_uuid().map_err(failed)?;
         if uuid != of.found.uuid {
-            say(|| format!("the file system at {} is not the one that is mounted", of.servers));
+            say(|| format!("the file system at {} is not the mounted one", of.servers));
             return Err(Wrong::Op(abi::IO_NOT_SUPPORTED));
         }
         if let Some(notice) = session.notice() {

@@ -74,7 +74,7 @@ pub fn look(fd: c_int) -> Done<Kind> {
         // files never bypass the bridge, whatever the policy says.
         say(|| {
             format!(
-                "descriptor {fd}: its mount is of type {KIND} and does not say which file it is"
+                "descriptor {fd}: its mount is of type {KIND} but does not say which file it is"
             )
         });
         Err(Wrong::Op(abi::DRIVER_VERSION_MISMATCH))
@@ -91,7 +91,7 @@ pub fn look(fd: c_int) -> Done<Kind> {
     };
     believe(fd, &stat, &answer, mount.as_ref())?;
     if flags & libc::O_APPEND != 0 {
-        say(|| format!("descriptor {fd}: O_APPEND has no offset to write at"));
+        say(|| format!("descriptor {fd}: O_APPEND gives no offset to write at"));
         return Err(Wrong::Op(abi::INVALID_FILE_OPEN_FLAG));
     }
     Ok(Kind::Ours(Found {
@@ -170,7 +170,10 @@ fn in_user_space(fd: c_int, stat: &Stat, mount: Option<&MountOf>) -> Done<bool> 
 fn believe(fd: c_int, stat: &Stat, answer: &OpenedFile, mount: Option<&MountOf>) -> Done<()> {
     let mut why = None;
     if answer.ino != stat.st_ino {
-        why = Some(format!("the mount says that inode {:#x} is {:#x}", stat.st_ino, answer.ino));
+        why = Some(format!(
+            "the mount answers about inode {:#x} with inode {:#x}",
+            stat.st_ino, answer.ino
+        ));
     } else {
         let me = rustix::process::geteuid().as_raw();
         // The id is from the user namespace in which the mount was made.
@@ -183,7 +186,7 @@ fn believe(fd: c_int, stat: &Stat, answer: &OpenedFile, mount: Option<&MountOf>)
         }
     }
     let Some(why) = why else { return Ok(()) };
-    say(|| format!("descriptor {fd} is not believed to be of a StrakeFS mount: {why}"));
+    say(|| format!("descriptor {fd} is not accepted as one of a StrakeFS mount: {why}"));
     Err(Wrong::Op(abi::PERMISSION_DENIED))
 }
 

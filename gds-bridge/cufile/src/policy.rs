@@ -45,7 +45,7 @@ fn demanded(text: &str, table: &[Mounted], device: (u32, u32)) -> Result<Policy>
         all.and(policy).ok_or_else(|| {
             Error::new(
                 Code::Inval,
-                format!("`{one}` and {all} hold for the same file, and no tier meets both"),
+                format!("`{one}` and {all} apply to the same file, and no tier meets both"),
             )
         })
     })

@@ -144,7 +144,7 @@ fn load() -> Result<Real, String> {
             Err(why) => all.push(why),
         }
     }
-    Err(format!("no real libcufile: {}", all.join("; ")))
+    Err(format!("the real libcufile is not available: {}", all.join("; ")))
 }
 
 impl Real {
@@ -165,7 +165,7 @@ impl Real {
     /// library, they are passed back to it: see [`inside`].
     pub fn call<F: Copy, T>(&self, f: Option<F>, call: impl FnOnce(F) -> T) -> Done<T> {
         let Some(f) = f else {
-            say(|| "the real libcufile is older than what is asked of it".into());
+            say(|| "the real libcufile is too old for this call".into());
             return Err(Wrong::Op(abi::PLATFORM_NOT_SUPPORTED));
         };
         struct Out;
@@ -217,7 +217,8 @@ impl Real {
         }
         say(|| {
             format!(
-                "the real libcufile said {n} bytes where {} were asked for: taken for an error",
+                "the real libcufile returned {n} bytes although {} were requested: treated as an \
+                 error",
                 asked.most
             )
         });

@@ -133,7 +133,7 @@ pub fn caught<T>(f: impl FnOnce() -> Done<T>) -> Done<T> {
         let text = text
             .or_else(|| cause.downcast_ref::<String>().map(String::as_str))
             .unwrap_or("no text");
-        say(|| format!("a fault of this library: {text}"));
+        say(|| format!("a bug in this library: {text}"));
         Err(Wrong::Op(abi::INTERNAL_ERROR))
     })
 }

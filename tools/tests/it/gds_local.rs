@@ -501,7 +501,7 @@ fn cufile_is_looked_at_from_another_process() {
     assert_eq!(out.status.code(), Some(3), "{}", text(&out.stderr));
     let said = text(&out.stdout);
     let why = if Path::new("/proc/modules").exists() {
-        "there is no libcufile"
+        "libcufile is not available"
     } else {
         "cuFile would hang"
     };

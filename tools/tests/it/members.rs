@@ -385,7 +385,7 @@ fn what_cannot_be_is_refused_with_words() {
     fs::copy(b.dir().join("cluster.key"), g.dir().join("other.key")).unwrap();
     for command in [&["list"][..], &["remove", "1"]] {
         refused(&g.mds_at(&other, "other.key", "5", command), &["not this cluster's cluster key"]);
-        refused(&g.mds_at(&other, "client.key", "5", command), &["client.key", "a key of clients"]);
+        refused(&g.mds_at(&other, "client.key", "5", command), &["client.key", "a client key"]);
     }
     drop(b);
     // A new server with an id that is taken.

@@ -61,7 +61,7 @@ fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
     // Of two named targets one can be removed, and the same command may be repeated. An id that
     // never existed is refused.
     let other = c.target_of(2).to_string();
-    let stays = format!("target {other} cannot be taken out");
+    let stays = format!("target {other} cannot be removed");
     refused(&c.run(&["target", "remove", &first.to_string(), &other]), &[&stays]);
     assert_eq!(c.targets().len(), 4);
     refused(&c.run(&["target", "remove", &first.to_string(), &other]), &[&stays]);
@@ -367,7 +367,10 @@ fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
         "{list}"
     );
     let status = text(&c.run(&["status"]).stdout);
-    assert!(status.contains(&format!("target {slow} is drained because it was slow")), "{status}");
+    assert!(
+        status.contains(&format!("target {slow} is being drained because it was slow")),
+        "{status}"
+    );
     c.until("all has moved", || c.target(slow)["replicas"] == 0);
     stop.store(true, Ordering::Relaxed);
     assert!(worker.join().unwrap() > 20);

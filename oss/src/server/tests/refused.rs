@@ -125,7 +125,7 @@ async fn a_target_of_another_cluster_and_a_copy_are_refused_by_name() {
     b.start(1).await;
     assert_eq!(b.serves(1), [1, 2]);
     let r = refused(&b, 1);
-    assert!(r.path.ends_with("twin") && r.why.contains("it is a copy"), "{r:?}");
+    assert!(r.path.ends_with("twin") && r.why.contains("one of them is a copy"), "{r:?}");
     b.is_whole(1, 1, &want, "beside its copy").await;
 }
 
