@@ -88,7 +88,7 @@ struct MdsFile {
     mds: strake_mds::server::Config,
 }
 
-/// The configuration file of an object storage server.
+/// The configuration file of a storage server.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct OssFile {
@@ -158,7 +158,7 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
         let mut hup = signal(SignalKind::hangup()).map_err(Error::from)?;
         let server =
             strake_oss::server::start_on_disk_with(file.oss, Env::system(), key, reread).await?;
-        tracing::info!("object storage server is up at {}", server.endpoint());
+        tracing::info!("storage server is up at {}", server.endpoint());
         let mut end = std::pin::pin!(until_signal());
         loop {
             tokio::select! {

@@ -239,7 +239,7 @@ impl Cluster {
         let mirror = args.mirror.unwrap_or(2);
         if oss < mirror {
             let m = format!(
-                "{mirror} copies need at least as many object storage servers; give --oss {mirror} or --mirror 1"
+                "{mirror} copies need at least as many storage servers; give --oss {mirror} or --mirror 1"
             );
             return Err(Error::new(Code::Inval, m));
         }
