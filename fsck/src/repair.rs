@@ -139,7 +139,7 @@ fn left(why: impl Into<String>, next: &'static str) -> Fate {
 /// Reasons not to clear a chain that a file's layout does not use. Clearing such a chain removes
 /// all that the file has there: it is all or nothing. Each entry is inode, data and chain.
 #[derive(Default)]
-struct Kept {
+struct Protected {
     /// [`Finding::only_copy`] of both looks.
     only: BTreeSet<(Ino, u64, u32)>,
     /// The file has chunks here beyond its end, and a client has it open for writing: the end may
@@ -147,7 +147,7 @@ struct Kept {
     open: BTreeSet<(Ino, u64, u32)>,
 }
 
-impl Kept {
+impl Protected {
     fn why(&self, chunk: &ChunkId, chain: u32, place: &Place) -> Option<Fate> {
         let at = (chunk.ino, chunk.data, chain);
         if self.only.contains(&at) {
@@ -186,8 +186,8 @@ fn beyond(findings: &[Finding]) -> BTreeSet<(Ino, u64, u32)> {
 }
 
 impl Plan {
-    fn new(findings: &[Finding], kept: &Kept) -> Plan {
-        let each: Vec<_> = findings.iter().map(|f| job(f, kept)).collect();
+    fn new(findings: &[Finding], protected: &Protected) -> Plan {
+        let each: Vec<_> = findings.iter().map(|f| job(f, protected)).collect();
         let mut jobs: BTreeMap<Job, BTreeSet<u32>> = BTreeMap::new();
         for (f, job) in findings.iter().zip(&each) {
             let Ok(job) = job else { continue };
@@ -207,7 +207,7 @@ impl Plan {
 }
 
 /// What repairs a finding.
-fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
+fn job(f: &Finding, protected: &Protected) -> Result<Job, Fate> {
     match f {
         Finding::Leaked { ino, data, .. } | Finding::Tombstones { ino, data, .. } => {
             Ok(Job::Chunks { ino: *ino, data: *data, misplaced: false })
@@ -231,7 +231,8 @@ fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
                 "copy the file, compare it, and remove the old one",
             )),
         },
-        Finding::Misplaced { chunk, chain, place, .. } => match kept.why(chunk, *chain, place) {
+        Finding::Misplaced { chunk, chain, place, .. } => match protected.why(chunk, *chain, place)
+        {
             Some(fate) => Err(fate),
             None => Ok(Job::Chunks { ino: chunk.ino, data: chunk.data, misplaced: true }),
         },
@@ -263,7 +264,7 @@ impl Checker {
     /// Repairs what can be repaired. Returns the fate of each finding, in the same order.
     pub async fn repair(&mut self, seen: &Outcome) -> Result<Vec<Fate>> {
         let findings = &seen.findings;
-        let plan = Plan::new(findings, &self.kept(seen).await?);
+        let plan = Plan::new(findings, &self.protected(seen).await?);
         let mut refused = BTreeMap::new();
         let count = plan.jobs.len();
         for (n, (job, chains)) in plan.jobs.iter().enumerate() {
@@ -310,7 +311,7 @@ impl Checker {
         Ok(findings.iter().zip(&plan.each).map(fate).collect())
     }
 
-    async fn kept(&self, seen: &Outcome) -> Result<Kept> {
+    async fn protected(&self, seen: &Outcome) -> Result<Protected> {
         let mut open = beyond(&seen.findings);
         if !open.is_empty() {
             let inos: Vec<Ino> =
@@ -318,7 +319,7 @@ impl Checker {
             let written = self.of_leader(async |c| written(c, &inos).await).await?;
             open.retain(|at| written.contains(&at.0));
         }
-        Ok(Kept { only: seen.only_copies.clone(), open })
+        Ok(Protected { only: seen.only_copies.clone(), open })
     }
 
     /// Waits until the requested deletions are done. Returns the jobs that are not done in time.
@@ -421,7 +422,7 @@ mod tests {
     }
 
     fn plan(findings: &[Finding], only: &BTreeSet<(Ino, u64, u32)>) -> Plan {
-        Plan::new(findings, &Kept { only: only.clone(), ..Kept::default() })
+        Plan::new(findings, &Protected { only: only.clone(), ..Protected::default() })
     }
 
     #[test]
@@ -483,11 +484,11 @@ mod tests {
         assert_eq!(jobs(&[misplaced(6, false, false)]), [(cleared, BTreeSet::from([1]))]);
         let both = [misplaced(6, false, false), misplaced(1, false, false)];
         assert_eq!(jobs(&both), [], "a chain is cleared as a whole");
-        let said = |f: &Finding, kept: &Kept| job(f, kept).unwrap_err().to_string();
-        let kept = Kept { only: only(&both), ..Kept::default() };
+        let said = |f: &Finding, protected: &Protected| job(f, protected).unwrap_err().to_string();
+        let protected = Protected { only: only(&both), ..Protected::default() };
         assert!(
-            said(&both[0], &kept).contains("some of that may be the only copy")
-                && said(&both[1], &kept).contains("a hole")
+            said(&both[0], &protected).contains("some of that may be the only copy")
+                && said(&both[1], &protected).contains("a hole")
         );
         // On a chain that the file uses, truncation removes it.
         let cut = Job::End { ino: 7, data: 1, size: 500 };
@@ -498,9 +499,12 @@ mod tests {
         // A client that writes the file may be about to report an end that far.
         let open = beyond(&both);
         assert_eq!(open, BTreeSet::from([(7, 1, 1)]));
-        let kept = Kept { open, ..Kept::default() };
-        assert!(said(&both[0], &kept).contains("open for writing"));
-        assert_eq!(Plan::new(&[misplaced(0, true, false), both[0].clone()], &kept).jobs.len(), 0);
+        let protected = Protected { open, ..Protected::default() };
+        assert!(said(&both[0], &protected).contains("open for writing"));
+        assert_eq!(
+            Plan::new(&[misplaced(0, true, false), both[0].clone()], &protected).jobs.len(),
+            0
+        );
         assert_eq!(
             beyond(&[misplaced(6, true, false), misplaced(1, false, false)]),
             BTreeSet::new()
@@ -517,8 +521,8 @@ mod tests {
             error: "e".into(),
             gone,
         };
-        assert!(job(&dangling(true), &Kept::default()).is_ok());
-        assert!(job(&dangling(false), &Kept::default()).is_err());
+        assert!(job(&dangling(true), &Protected::default()).is_ok());
+        assert!(job(&dangling(false), &Protected::default()).is_err());
     }
 
     #[test]

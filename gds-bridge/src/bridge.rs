@@ -29,7 +29,7 @@ use crate::{
     plan::{Measured, Run, Standing, choose},
     rest::{Asked, Rests},
     selftest,
-    tally::Tally,
+    tier_counters::TierCounters,
 };
 
 /// Where the kernel describes the machine.
@@ -142,7 +142,7 @@ pub(crate) struct Inner {
     width: usize,
     next: AtomicUsize,
     standings: Mutex<ByTier<Standing>>,
-    tally: Arc<Tally>,
+    tier_counters: Arc<TierCounters>,
     rests: Rests,
     /// Held by a self-test: only one runs at a time.
     testing: tokio::sync::Mutex<()>,
@@ -216,7 +216,7 @@ impl Bridge {
             width,
             next: AtomicUsize::new(0),
             standings: Mutex::new(ByTier::new(|_| Standing::Unavailable(Unavailable::NotTested))),
-            tally: Arc::default(),
+            tier_counters: Arc::default(),
             rests: Rests::new(),
             testing: tokio::sync::Mutex::default(),
         }));
@@ -256,8 +256,8 @@ impl Bridge {
     }
 
     /// Bytes of each file by tier, over all calls.
-    pub fn tally(&self) -> &Arc<Tally> {
-        &self.0.tally
+    pub fn tier_counters(&self) -> &Arc<TierCounters> {
+        &self.0.tier_counters
     }
 
     /// What could not be had as wanted, as a text for people: slots, pinned buffers, memory and
@@ -342,7 +342,7 @@ impl Bridge {
             moved: all.iter().map(|_| AtomicU64::new(0)).collect(),
             unsummed: Mutex::default(),
         };
-        if ongoing.run.lock().road().is_some() {
+        if ongoing.run.lock().tier().is_some() {
             let parts = Parts { all, size: inner.part as u64, range: 0, done: 0 };
             let moves =
                 stream::iter(parts).map(|p| inner.part(&ongoing, p)).buffer_unordered(inner.width);
@@ -440,7 +440,7 @@ impl Inner {
                     Direction::Save => run.saved(tier, by, staged),
                 };
                 drop(run);
-                self.tally.add(call.all[p.range].file.id(), call.direction, &split);
+                self.tier_counters.add(call.all[p.range].file.id(), call.direction, &split);
                 call.moved[p.range].fetch_add(p.len as u64, Relaxed);
             }
             Ok(None) => {}
@@ -462,7 +462,7 @@ impl Inner {
         loop {
             // Before fetching: the call may have ended.
             let copy = call.copies.of(p.range);
-            let Some(tier) = call.run.lock().road_for(copy.is_some()) else { return Ok(None) };
+            let Some(tier) = call.run.lock().tier_for(copy.is_some()) else { return Ok(None) };
             let went = match (tier, copy) {
                 (Tier::GpuRdma, _) => {
                     let beside =
@@ -501,9 +501,9 @@ impl Inner {
             let tier = {
                 let mut run = call.run.lock();
                 // The fetched bytes are of no use if only a direct tier remains.
-                match run.road_for(call.copies.of(p.range).is_some()) {
+                match run.tier_for(call.copies.of(p.range).is_some()) {
                     Some(t) if t.is_straight() => None,
-                    _ => run.road_of(came),
+                    _ => run.tier_of(came),
                 }
             };
             let Some(tier) = tier else { return Ok(None) };
@@ -518,7 +518,7 @@ impl Inner {
     /// As [`Inner::load_part`], for a save.
     async fn save_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         loop {
-            let Some(mut tier) = call.run.lock().road() else { return Ok(None) };
+            let Some(mut tier) = call.run.lock().tier() else { return Ok(None) };
             if tier == Tier::GpuRdma && p.offset.is_multiple_of(BLOCK as u64) {
                 match self.save_direct(&call.flight.0, p.place(call)).await {
                     Ok(went) => return Ok(Some(direct_done(tier, went))),

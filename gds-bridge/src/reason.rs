@@ -59,7 +59,7 @@ pub enum Unavailable {
         why: String,
     },
     /// Bytes came by another transport than the tier stands for.
-    CameBy(Road),
+    OtherTransport(Road),
     /// Its bytes would be verified at the storage server only, and the caller did not agree to
     /// that.
     NoConsent,
@@ -159,7 +159,7 @@ impl Unavailable {
             Unavailable::NoRdma { .. } => "no-rdma",
             Unavailable::NoScratch { .. } => "no-scratch",
             Unavailable::NoSums { .. } => "no-sums",
-            Unavailable::CameBy(_) => "came-by",
+            Unavailable::OtherTransport(_) => "came-by",
             Unavailable::NoConsent => "no-consent",
             Unavailable::NoFolder => "no-folder",
             Unavailable::BadFolder { .. } => "bad-folder",
@@ -242,7 +242,7 @@ impl fmt::Display for Unavailable {
                            computes none: {why}"
                 )
             }
-            Unavailable::CameBy(road) => write!(
+            Unavailable::OtherTransport(road) => write!(
                 f,
                 "bytes of a part took another transport than this tier stands for: {road}"
             ),
@@ -340,7 +340,7 @@ pub(crate) mod tests {
             Unavailable::NoRdma { why: "there is no device".into() },
             Unavailable::NoScratch { why: "permission denied".into() },
             Unavailable::NoSums { why: "it has no kernel".into() },
-            Unavailable::CameBy(Road::Tcp),
+            Unavailable::OtherTransport(Road::Tcp),
             Unavailable::NoConsent,
             Unavailable::NoFolder,
             Unavailable::BadFolder {
@@ -380,7 +380,7 @@ pub(crate) mod tests {
                 | Unavailable::NoRdma { .. }
                 | Unavailable::NoScratch { .. }
                 | Unavailable::NoSums { .. }
-                | Unavailable::CameBy(_)
+                | Unavailable::OtherTransport(_)
                 | Unavailable::NoConsent
                 | Unavailable::NoFolder
                 | Unavailable::BadFolder { .. }

@@ -246,7 +246,7 @@ async fn keep(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<Stri
 }
 
 async fn files_on(reach: &Reach, chains: &BTreeSet<ChainId>) -> Result<Vec<String>> {
-    let (mds, key) = reach.ways()?;
+    let (mds, key) = reach.servers_and_key()?;
     Ok(losses::files_on(&mds, ClientKey::of(&key), chains).await)
 }
 
@@ -276,7 +276,7 @@ async fn without_good_copy(reach: &Reach) -> Result<Damage> {
         return Ok(Damage { unknown, ..Damage::default() });
     }
     let servers = Cluster::open(&reach.dir)?.admin_oss();
-    let (mds, key) = reach.ways()?;
+    let (mds, key) = reach.servers_and_key()?;
     Ok(scrub::without_good_copy(servers, mds, key).await)
 }
 

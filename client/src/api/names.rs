@@ -468,11 +468,7 @@ impl Core {
                 if used.is_some_and(|used| !self.pages.lasts(ino, used))
                     && let Err(e) = self.use_to_change(ino).await
                 {
-                    tracing::warn!(
-                        ino,
-                        "other clients may still have pages of a file that was \
-                        truncated: {e}"
-                    );
+                    tracing::warn!(ino, "others may have pages of a truncated file: {e}");
                 }
             };
             let Some(i) = inode else {

@@ -192,7 +192,7 @@ impl Session {
             runtime.spawn(published::publish(
                 folder.clone(),
                 client.fs_uuid(),
-                bridge.tally().clone(),
+                bridge.tier_counters().clone(),
             ));
         }
         let creds = setup.creds.clone().unwrap_or_else(mine);

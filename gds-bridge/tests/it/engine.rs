@@ -541,8 +541,11 @@ async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_cal
             );
             if direction == Direction::Load {
                 let [s] = &r.switches[..] else { panic!("{r}") };
-                let want =
-                    (Tier::BounceRdma, Some(Tier::BounceTcp), &Unavailable::CameBy(Road::Tcp));
+                let want = (
+                    Tier::BounceRdma,
+                    Some(Tier::BounceTcp),
+                    &Unavailable::OtherTransport(Road::Tcp),
+                );
                 assert_eq!((s.from, s.to, &s.why), want);
             }
         }

@@ -48,8 +48,7 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
                 let h = known(heir).ok_or_else(|| missing(heir))?;
                 if heir == c.target || h.draining {
                     return inval(format!(
-                        "target {heir} cannot take the data of target {}: it is itself to be \
-                         emptied",
+                        "target {heir} cannot take the data of target {}: it is being drained",
                         c.target
                     ));
                 }
@@ -59,12 +58,8 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
                 .filter(|t| t.heir == Some(c.target))
                 .for_each(|t| t.heir = None);
         }
-        _ if c.heir.is_some() => {
-            return inval("only a target that is being emptied has an heir".into());
-        }
-        _ if c.slow.is_some() => {
-            return inval("for a slow target the only action is a drain".into());
-        }
+        _ if c.heir.is_some() => return inval("only a drained target has an heir".into()),
+        _ if c.slow.is_some() => return inval("a slow target is drained, nothing else".into()),
         target_action::KEEP => {}
         target_action::GIVE_UP if is.alive => {
             let m = format!("target {} is alive; it is not lost", c.target);
@@ -402,13 +397,13 @@ pub(super) enum Why {
 impl Why {
     pub(super) fn words(self) -> &'static str {
         match self {
-            Why::Dead => "which has been dead for long",
-            Why::Full => "which has become too full",
-            Why::Drains => "which is being emptied",
-            Why::Crowded => "which shares a rack with another copy",
-            Why::Fuller => "which is fuller",
-            Why::Pool => "which is not in the pool of these files",
-            Why::Heads => "which heads more than its share of chains",
+            Why::Dead => "the old target has been dead for long",
+            Why::Full => "the old target has become too full",
+            Why::Drains => "the old target is being drained",
+            Why::Crowded => "another copy is in the same rack",
+            Why::Fuller => "the old target is fuller",
+            Why::Pool => "the old target is not in the pool of these files",
+            Why::Heads => "the old target heads more than its share of chains",
         }
     }
 }

@@ -165,11 +165,7 @@ fn register_target(
             return Err(Error::new(Code::Busy, m));
         }
         if have.stamp != t.stamp && t.follows.is_some_and(|f| f != have.stamp) {
-            let m = format!(
-                "a newer start of target {} has registered meanwhile; get the map and register \
-                 again",
-                have.id
-            );
+            let m = format!("target {} has registered anew; get the map first", have.id);
             return Err(Error::new(Code::Stale, m));
         }
         have.node = node;

@@ -146,7 +146,7 @@ impl Cluster {
             if let Some(m) = &args.mount {
                 c.move_mount(mountpoint(m)?)?;
             }
-            c.mend()?;
+            c.make_private()?;
             if config::write_client_key(&c.client_key(), &ClientKey::of(&c.key()?))? {
                 eprintln!(
                     "strake: {}: completed; clients can now tell servers from impostors",
@@ -161,7 +161,7 @@ impl Cluster {
 
     /// Closes what an older version left open to other users. Servers do that for the contents of
     /// their own folders; the mount point is left alone.
-    fn mend(&self) -> Result<()> {
+    fn make_private(&self) -> Result<()> {
         private::folder(&self.dir, is_passage(&self.dir, self.p.mount.as_deref()))?;
         let mut all: Vec<PathBuf> = self.roles().iter().map(|r| self.dir.join(r.name())).collect();
         for sub in [&self.logs(), &self.dir.join("run"), &self.dir] {
@@ -171,15 +171,15 @@ impl Cluster {
                 files.filter(|f| f.file_type().is_ok_and(|t| t.is_file())).map(|f| f.path()),
             );
         }
-        let mut mended = 0;
+        let mut changed = 0;
         for path in all.iter().filter(|p| **p != self.dir && p.exists()) {
-            mended +=
+            changed +=
                 u32::from(private::mend(path).map_err(|e| Error::from(e).context(path.display()))?);
         }
-        if mended > 0 {
+        if changed > 0 {
             let at = self.dir.display();
             eprintln!(
-                "strake: {at}: other users could read {mended} files and folders; now only the \
+                "strake: {at}: other users could read {changed} files and folders; now only the \
                  owner can"
             );
         }

@@ -72,7 +72,7 @@ pub(super) fn address(text: &str) -> Result<Endpoint> {
 
 impl Reach {
     /// The metadata servers, and the cluster key.
-    pub(crate) fn ways(&self) -> Result<(Vec<String>, [u8; 32])> {
+    pub(crate) fn servers_and_key(&self) -> Result<(Vec<String>, [u8; 32])> {
         match &self.cluster_key {
             Some(path) => Ok((self.mds.clone(), config::read_key(path)?)),
             None => {
@@ -85,7 +85,7 @@ impl Reach {
 
 impl Group {
     pub fn new(reach: &Reach) -> Result<Group> {
-        let (mds, key) = reach.ways()?;
+        let (mds, key) = reach.servers_and_key()?;
         let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
         let fabric = Roads::new(
             Env::system(),
