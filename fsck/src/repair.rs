@@ -226,8 +226,8 @@ fn job(f: &Finding, protected: &Protected) -> Result<Job, Fate> {
             // Truncating a file removes everything from its end on, on each of its chains.
             Some(size) => Ok(Job::End { ino: chunk.ino, data: chunk.data, size }),
             None => Err(left(
-                "the chain has other chunks of the file and cannot be cleared, and truncation is \
-                 no way, because the chunk is before the file's end",
+                "the chain has other chunks of the file and cannot be cleared, and the chunk is before \
+                 the file's end, so truncation does not remove it",
                 "copy the file, compare it, and remove the old one",
             )),
         },

@@ -632,7 +632,7 @@ mod tests {
         assert_eq!(r.tier_of(both(29, 1)), None);
         let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
         assert!(
-            e.message.contains("came by tcp (29) and rdma (1), and require:bounce-tcp allows"),
+            e.message.contains("came over tcp (29) and rdma (1), and require:bounce-tcp allows"),
             "{e}"
         );
         // Other tiers do not depend on the network.

@@ -738,8 +738,8 @@ mod tests {
     #[test]
     fn why_nothing_moves_is_said() {
         let m = map();
-        assert!(stuck(&m, &[3]).message.contains("chains 3: nobody alive is in sync"));
-        assert!(stuck(&m, &[1]).message.contains("chains 1, 2: no other storage server"));
+        assert!(stuck(&m, &[3]).message.contains("chains 3: no replica in sync is alive"));
+        assert!(stuck(&m, &[1]).message.contains("chains 1, 2: no living storage server"));
         let targets_of = crate::nodes::targets_of;
         assert_eq!(targets_of(&m, &["oss1002".into()]).unwrap(), [1]);
         assert!(targets_of(&m, &["x".into()]).unwrap_err().message.contains("oss1001, oss1002"));

@@ -190,7 +190,8 @@ mod tests {
         };
         assert!(begun.elapsed() >= GIVE_UP, "it may be on its way back");
         assert!(
-            e.code == Code::OpNotSupp && e.message.starts_with("oss4 is reached, but not by RDMA"),
+            e.code == Code::OpNotSupp
+                && e.message.starts_with("oss4 is reachable, but not by RDMA"),
             "{e}"
         );
     }
@@ -314,7 +315,7 @@ mod tests {
         };
         let e = without_tcp(&node(&["tcp:h:1"])).unwrap_err();
         assert!(
-            e.code == Code::OpNotSupp && e.message.starts_with("oss4 is not reached by RDMA"),
+            e.code == Code::OpNotSupp && e.message.starts_with("oss4 is not reachable by RDMA"),
             "{e}"
         );
         assert_eq!(without_tcp(&node(&["tcp:h:1", "rdma:h:2"])).unwrap().endpoints, ["rdma:h:2"]);

@@ -129,9 +129,9 @@ mod tests {
             (-1, "Input/output error"),
             (-5008, "an error code of cuFile"),
             (5006, "returned like a number of bytes"),
-            (4096, "bytes, where 8192 were asked for"),
-            (8193, "bytes, where 8192 were asked for"),
-            (0, "bytes, where 8192 were asked for"),
+            (4096, "bytes, but 8192 were requested"),
+            (8193, "bytes, but 8192 were requested"),
+            (0, "bytes, but 8192 were requested"),
         ] {
             let e = came(said, &io::Error::from_raw_os_error(5), 8192).unwrap_err();
             assert!(matches!(&e, Fault::Driver { code, .. } if *code == said as i32), "{e}");

@@ -487,7 +487,7 @@ async fn a_device_without_memory_for_sums_keeps_its_tiers_and_the_report_says_so
     set(&r.library, 11, 1);
     let report = bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap();
     assert!(report.is_all(Tier::BounceTcp) && report.checksums == Checksums::Host, "{report}");
-    assert!(report.not_on_gpu.as_ref().unwrap().contains("no room for 131072 bytes"), "{report}");
+    assert!(report.not_on_gpu.as_ref().unwrap().contains("no memory for 131072 bytes"), "{report}");
     assert!(matches!(bridge.standings()[Tier::BounceTcp], Standing::Available(_)));
     set(&r.library, 11, 0);
     assert_eq!(

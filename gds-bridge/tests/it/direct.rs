@@ -618,7 +618,7 @@ async fn a_device_without_room_for_sums_uses_the_direct_road_only_with_consent()
         match (consent, s.bridge.load(&all, DIRECT).await) {
             (true, Ok(r)) => {
                 assert!(r.is_all(Tier::GpuRdma) && r.checksum == Some(Checksum::AtOssOnly), "{r}");
-                assert!(r.not_on_gpu.as_ref().unwrap().contains("no room for 4096 bytes"), "{r}");
+                assert!(r.not_on_gpu.as_ref().unwrap().contains("no memory for 4096 bytes"), "{r}");
                 assert!(s.mem.peek(tensor, MIB).unwrap() == data);
             }
             (false, Err(f)) => {

@@ -486,7 +486,7 @@ async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
     // A policy that requires TCP is not met: a load copies nothing, and a save reports the tier
     // that its bytes took.
     let failed = bridge.load(&all, BOUNCE).await.unwrap_err();
-    assert!(failed.error.message.contains("came by rdma"), "{failed}");
+    assert!(failed.error.message.contains("came over rdma"), "{failed}");
     assert_eq!((failed.error.code, failed.report.moved()), (Code::Io, 0));
     let failed = bridge.save(&all, BOUNCE).await.unwrap_err();
     assert!(failed.error.message.contains("which makes it bounce-rdma"), "{failed}");

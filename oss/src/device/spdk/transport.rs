@@ -252,7 +252,7 @@ mod tests {
             (&format!("{tcp} cores:0-9999999999"), "cores must be"),
             (&format!("{tcp} traddr:127.0.0.2"), "given once"),
             (&format!("{tcp} priority:1"), "unknown key"),
-            (&format!("{tcp} x"), "no KEY:VALUE"),
+            (&format!("{tcp} x"), "not KEY:VALUE"),
             (&format!("{pcie} trsvcid:1"), "traddr only"),
         ] {
             let e = TransportId::parse(text).unwrap_err();
