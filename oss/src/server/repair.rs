@@ -113,7 +113,7 @@ impl Repair {
                 Ok(_) => return Ok(()),
                 Err(_) => Err(Error::new(
                     Code::TimedOut,
-                    format!("chunk {chunk} is being changed for {PATIENCE:?}"),
+                    format!("chunk {chunk} has been changing for {PATIENCE:?}"),
                 )),
             };
             tokio::time::sleep(Duration::from_secs(1)).await;
