@@ -254,7 +254,7 @@ mountpoint = "{MOUNT}"
         say("waiting for service")
         began = time.monotonic()
         until("the cluster is not in service (./cluster status, ./cluster logs NODE)", self.all_in_service, args.timeout)
-        say(f"in service after {time.monotonic() - began:.1f} s: 3 metadata servers, 4 object servers, 2 clients with {MOUNT}")
+        say(f"in service after {time.monotonic() - began:.1f} s: 3 metadata servers, 4 storage servers, 2 clients with {MOUNT}")
         print("./cluster status | shell NODE | logs NODE | chaos | down")
 
     def create(self, args):

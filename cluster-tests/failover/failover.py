@@ -95,7 +95,7 @@ def leader_of(found, newer_than=0):
 
 def elected(cluster, after):
     """When a leader of a later term came into office, by its log: to ask for the status takes a quarter of a second."""
-    said = re.compile(rb"^(\S+)Z +INFO this metadata server leads term=(\d+)$", re.M)
+    said = re.compile(rb"^(\S+)Z +INFO this metadata server is the leader now term=(\d+)$", re.M)
     logs = [get(f"{cluster}/logs/{n}") for n in os.listdir(f"{cluster}/logs") if n.startswith("mds")]
     led = [(int(term), at) for log in logs for at, term in said.findall(log)]
     at = min((term, at) for term, at in led if term > after)[1].decode()

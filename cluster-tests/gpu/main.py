@@ -38,12 +38,12 @@ GOALS = [
 
 def arguments():
     p = argparse.ArgumentParser(prog="cluster-tests/gpu/run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--pack", action="store_true", help=f"build what a run needs, stripped, into {PACKED.relative_to(ROOT)}, and end")
-    p.add_argument("--memory", default="cuda", choices=["cuda", "host"], help="host: this machine's own memory in place of a GPU; says nothing of one")
+    p.add_argument("--pack", action="store_true", help=f"only build the programs that a run needs, stripped, into {PACKED.relative_to(ROOT)}")
+    p.add_argument("--memory", default="cuda", choices=["cuda", "host"], help="host: this machine's host memory in place of a GPU; the figures say nothing about a GPU")
     p.add_argument("--device", type=int, default=0, help="the GPU's number (default: 0)")
     p.add_argument("--mib", type=int, default=4096, help="bytes of each measurement, MiB (default: 4096)")
     p.add_argument("--threads", default="1,2,4,8", help="workers of the bridge's rows (default: 1,2,4,8)")
-    p.add_argument("--policy", default="require:bounce-tcp", help="of the measured calls (default: require:bounce-tcp)")
+    p.add_argument("--policy", default="require:bounce-tcp", help="policy of the measured calls (default: require:bounce-tcp)")
     p.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="folder on a disk (default: the temporary folder)")
     p.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="folder in memory (default: /dev/shm)")
     p.add_argument("--strake", type=Path, help="the program (default: the packed one, else a release build)")

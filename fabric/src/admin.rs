@@ -163,7 +163,10 @@ async fn admit(mut stream: TcpStream, party: &Party, open: Arc<Semaphore>) -> Re
     let agreed =
         timeout(HANDSHAKE, handshake::answer(&mut stream, party)).await.map_err(late)??;
     if agreed.role != Role::Server {
-        return Err(Error::new(Code::Unauthenticated, "the dialer has no administrator's key"));
+        return Err(Error::new(
+            Code::Unauthenticated,
+            "the dialer does not have the administrators' key",
+        ));
     }
     let full =
         |_| Error::new(Code::Overloaded, format!("{OPEN} administrators are connected already"));

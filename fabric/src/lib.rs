@@ -145,7 +145,7 @@ pub trait Fabric: Send + Sync + 'static {
     /// the rights of a client, and the peer must prove to be a server. For servers that pass on
     /// clients' requests.
     async fn connect_as_client(&self, to: &Endpoint) -> Result<Arc<dyn Connection>> {
-        let m = format!("this fabric does not connect to {to} for a client");
+        let m = format!("this fabric cannot connect to {to} for a client");
         Err(Error::new(strake_proto::Code::OpNotSupp, m))
     }
     /// Listens until the returned guard is dropped. Port 0 picks one: see [`Listener::endpoint`].

@@ -113,7 +113,7 @@ impl Places {
                 let own = t.clients.entry(from).or_default();
                 if *own >= share {
                     return full(format!(
-                        "{share} connections come from {from}, which is the share of one machine"
+                        "{share} connections come from {from}, which is the limit for one machine"
                     ));
                 }
                 *own += 1;

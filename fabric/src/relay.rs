@@ -54,7 +54,7 @@ impl Head {
     }
 
     fn decode(b: &[u8]) -> Result<Head> {
-        let bad = || Error::new(Code::Protocol, "a request that is to be passed on is cut short");
+        let bad = || Error::new(Code::Protocol, "a request to relay is incomplete");
         let part = |from: usize| -> Result<[u8; 4]> {
             b.get(from..from + 4).and_then(|p| p.try_into().ok()).ok_or_else(bad)
         };
@@ -117,7 +117,7 @@ impl Relay {
         let head = Head::decode(&body)?;
         let body = body.slice(HEAD..);
         if matches!(head.opcode, opcode::RELAY | opcode::ROOM) {
-            return Err(Error::new(Code::Inval, "this cannot be passed on"));
+            return Err(Error::new(Code::Inval, "this kind of request cannot be relayed"));
         }
         let onward = self.enter(peer, head.node)?;
         let reached =
@@ -166,22 +166,20 @@ impl Relay {
         let mut open = self.open.lock();
         if let Some(o) = open.get(&peer.id) {
             if o.node != node {
-                return Err(Error::new(
-                    Code::Inval,
-                    "a connection is passed on to one server only",
-                ));
+                return Err(Error::new(Code::Inval, "a connection is relayed to one server only"));
             }
             return Ok(o.clone());
         }
         // A connection that is over is not entered: its end would never be reported.
         if peer.back.as_ref().is_none_or(|b| b.is_closed()) {
-            return Err(Error::new(Code::Disconnected, "the connection is over"));
+            return Err(Error::new(Code::Disconnected, "the connection is closed"));
         }
         let machine = machine(&peer.addr).to_string();
         let of_machine = open.values().filter(|o| o.machine == machine).count();
         if open.len() >= MOST || of_machine >= MOST_OF_MACHINE {
             let m = format!(
-                "this server passes on {} connections, {of_machine} of them from {machine}; more are not taken",
+                "this server relays {} connections, {of_machine} of them from {machine}; that is \
+                 the limit",
                 open.len()
             );
             return Err(Error::new(Code::Overloaded, m));
@@ -201,8 +199,7 @@ impl Relay {
             return Ok(c.clone());
         }
         let node = onward.node;
-        let none =
-            || Error::new(Code::Inval, format!("server {node} is none to pass requests on to"));
+        let none = || Error::new(Code::Inval, format!("server {node} is not a server to relay to"));
         let endpoints = endpoints(node).ok_or_else(none)?;
         let mut last = Error::new(Code::Disconnected, format!("server {node} has no TCP endpoint"));
         let by_tcp = |e: &Endpoint| matches!(e, Endpoint::Tcp(..) | Endpoint::Sim(_));
@@ -213,7 +210,7 @@ impl Relay {
                 Err(_) => Error::new(Code::TimedOut, format!("{at} does not answer")),
             };
         }
-        Err(last.context("passing requests on"))
+        Err(last.context("relaying requests"))
     }
 }
 
@@ -221,7 +218,7 @@ impl Relay {
 fn still_wanted(peer: &Peer, conn: Arc<dyn Connection>) -> Result<Arc<dyn Connection>> {
     if peer.back.as_ref().is_none_or(|b| b.is_closed()) {
         conn.close();
-        return Err(Error::new(Code::Disconnected, "the connection is over"));
+        return Err(Error::new(Code::Disconnected, "the connection is closed"));
     }
     Ok(conn)
 }
@@ -269,10 +266,7 @@ pub async fn through(
 impl Connection for Relayed {
     async fn call(&self, m: Message, limit: Duration) -> Result<Message> {
         if m.lend.is_some() {
-            return Err(Error::new(
-                Code::OpNotSupp,
-                "memory cannot be lent through another server",
-            ));
+            return Err(Error::new(Code::OpNotSupp, "memory cannot be lent through a relay"));
         }
         let limit_ms = u32::try_from(limit.as_millis()).unwrap_or(u32::MAX);
         let body = Head { node: self.node, opcode: m.opcode, limit_ms }.before(&m.body);

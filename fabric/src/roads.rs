@@ -163,7 +163,7 @@ impl Fabric for Roads {
                     match e.code {
                         // Both ends have RDMA, and a setting prevents its use.
                         Code::NoMem => self.said.call_once(|| tracing::warn!("{}", e.message)),
-                        _ => tracing::debug!("not by RDMA: {e}"),
+                        _ => tracing::debug!("RDMA is not used: {e}"),
                     }
                     others.dedup();
                     Ok(others)

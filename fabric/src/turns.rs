@@ -351,7 +351,8 @@ impl Turns {
         let name: Name = (machine(addr).into(), session);
         let full = |why: &str| {
             let m = format!(
-                "this server works on as many requests of this client as it can{why}; try again"
+                "this server already works on the most requests it allows for this client{why}; \
+                 try again"
             );
             Error::new(Code::Overloaded, m)
         };

@@ -286,11 +286,11 @@ pub fn text(f: &Finding) -> String {
         Finding::Misplaced { chunk, path, chain, target, place } => {
             let right = match (place.beyond, place.there) {
                 (Some(size), _) => {
-                    format!("{}, and the file has {size} bytes, which do not reach it", place.chain)
+                    format!("{}, beyond the end of the file, which has {size} bytes", place.chain)
                 }
-                (None, true) => format!("{}, which has it, too", place.chain),
+                (None, true) => format!("{}, which has the chunk, too", place.chain),
                 (None, false) => format!(
-                    "{}, which does not have it whole: a hole, or the only copy",
+                    "{}, which lacks all or part of it: a hole, or this is the only copy",
                     place.chain
                 ),
             };
@@ -508,7 +508,7 @@ mod tests {
                 assert_eq!(misplaced(first_gone - 1, size).only_copy(), only, "{size}");
             }
         }
-        assert!(text(&misplaced(2, 5)).contains("has 5 bytes, which do not reach it"));
+        assert!(text(&misplaced(2, 5)).contains("beyond the end of the file, which has 5 bytes"));
         assert!(text(&misplaced(0, 5)).contains("only copy"));
     }
 

@@ -82,7 +82,7 @@ impl Checker {
         let mut outcome = self.pass().await?;
         if !outcome.findings.is_empty() {
             // Files being written, deleted or truncated look wrong for a moment.
-            (self.progress)(format!("{} differences; looking again", outcome.findings.len()));
+            (self.progress)(format!("{} differences; checking again", outcome.findings.len()));
             tokio::time::sleep(Duration::from_secs(3)).await;
             let again = self.pass().await?;
             outcome.only_copies.extend(&again.only_copies);

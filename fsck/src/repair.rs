@@ -119,7 +119,7 @@ impl Job {
     fn done(&self) -> &'static str {
         match self {
             Job::Chunks { .. } => "the chunks are deleted",
-            Job::End { .. } => "the file is cut at its end",
+            Job::End { .. } => "the file is truncated to its size",
             Job::Name { .. } => "the entry is removed",
         }
     }
@@ -139,7 +139,7 @@ fn left(why: impl Into<String>, next: &'static str) -> Fate {
 /// Reasons not to clear a chain that a file's layout does not use. Clearing such a chain removes
 /// all that the file has there: it is all or nothing. Each entry is inode, data and chain.
 #[derive(Default)]
-struct Kept {
+struct Protected {
     /// [`Finding::only_copy`] of both looks.
     only: BTreeSet<(Ino, u64, u32)>,
     /// The file has chunks here beyond its end, and a client has it open for writing: the end may
@@ -147,21 +147,27 @@ struct Kept {
     open: BTreeSet<(Ino, u64, u32)>,
 }
 
-impl Kept {
+impl Protected {
     fn why(&self, chunk: &ChunkId, chain: u32, place: &Place) -> Option<Fate> {
         let at = (chunk.ino, chunk.data, chain);
         if self.only.contains(&at) {
             let why = if place.may_be_only() {
-                "the chain where it should be does not have it whole: that is a hole, or this is the only copy"
+                "the chain where it belongs lacks all or part of it: that is a hole, or this is \
+                 the only copy"
             } else {
-                "a chain is cleared of all that a file has there, and others of it there may be the only copy"
+                "a repair removes all that the file has on this chain, and some of that may be \
+                 the only copy"
             };
-            let next = "compare the file with another copy of it; when it is right or written anew, run fsck again";
+            let next = "compare the file with another copy of it; if it is right, or after you \
+                        wrote it anew, run fsck again";
             return Some(left(why, next));
         }
         let open = self.open.contains(&at);
         open.then(|| {
-            left("somebody has the file open for writing", "run fsck again when nobody writes it")
+            left(
+                "a client has the file open for writing",
+                "run fsck again when no client has it open for writing",
+            )
         })
     }
 }
@@ -180,8 +186,8 @@ fn beyond(findings: &[Finding]) -> BTreeSet<(Ino, u64, u32)> {
 }
 
 impl Plan {
-    fn new(findings: &[Finding], kept: &Kept) -> Plan {
-        let each: Vec<_> = findings.iter().map(|f| job(f, kept)).collect();
+    fn new(findings: &[Finding], protected: &Protected) -> Plan {
+        let each: Vec<_> = findings.iter().map(|f| job(f, protected)).collect();
         let mut jobs: BTreeMap<Job, BTreeSet<u32>> = BTreeMap::new();
         for (f, job) in findings.iter().zip(&each) {
             let Ok(job) = job else { continue };
@@ -201,7 +207,7 @@ impl Plan {
 }
 
 /// What repairs a finding.
-fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
+fn job(f: &Finding, protected: &Protected) -> Result<Job, Fate> {
     match f {
         Finding::Leaked { ino, data, .. } | Finding::Tombstones { ino, data, .. } => {
             Ok(Job::Chunks { ino: *ino, data: *data, misplaced: false })
@@ -213,35 +219,38 @@ fn job(f: &Finding, kept: &Kept) -> Result<Job, Fate> {
             Ok(Job::Name { parent: *parent, name: name.clone(), ino: *ino })
         }
         Finding::Dangling { .. } => Err(left(
-            "the inode may exist, it only cannot be read now",
-            "see that all metadata servers are well (`strake status`) and run fsck again",
+            "the inode may exist, but cannot be read now",
+            "check that all metadata servers are well (`strake status`) and run fsck again",
         )),
         Finding::Misplaced { chunk, place, .. } if place.beside_others => match place.beyond {
             // Truncating a file removes everything from its end on, on each of its chains.
             Some(size) => Ok(Job::End { ino: chunk.ino, data: chunk.data, size }),
             None => Err(left(
-                "the chain has other chunks of the file and cannot be cleared, and there is no cut before the file's end",
+                "the chain has other chunks of the file and cannot be cleared, and the chunk is before \
+                 the file's end, so truncation does not remove it",
                 "copy the file, compare it, and remove the old one",
             )),
         },
-        Finding::Misplaced { chunk, chain, place, .. } => match kept.why(chunk, *chain, place) {
+        Finding::Misplaced { chunk, chain, place, .. } => match protected.why(chunk, *chain, place)
+        {
             Some(fate) => Err(fate),
             None => Ok(Job::Chunks { ino: chunk.ino, data: chunk.data, misplaced: true }),
         },
         Finding::Diverged { .. } => Err(left(
-            "which replica is right cannot be told from here",
-            "run `strake scrub start --wait` and fsck again; if it stays, `strake target drain` the target with the older version",
+            "fsck cannot tell which replica is right",
+            "run `strake scrub start --wait` and fsck again; if the finding stays, run `strake \
+             target drain` for the target with the older version",
         )),
         Finding::TwoParents { .. } => Err(left(
-            "which name is right cannot be told from here",
-            "move what is in the directory to a new one and tell the developers",
+            "fsck cannot tell which name is right",
+            "move the content of the directory to a new one and tell the developers",
         )),
         Finding::Lost { .. } => Err(left(
             "its last copies were given up",
-            "restore the file from elsewhere, or `strake target keep` the target if it is back",
+            "restore the file from elsewhere, or run `strake target keep` if the target is back",
         )),
         Finding::Missing { .. } => Err(left(
-            "there is no copy to repair them from; reads give zeros there",
+            "there is no copy to repair from; reads return zeros there",
             "restore the file from elsewhere",
         )),
         Finding::Unreadable { .. } => Err(left(
@@ -255,7 +264,7 @@ impl Checker {
     /// Repairs what can be repaired. Returns the fate of each finding, in the same order.
     pub async fn repair(&mut self, seen: &Outcome) -> Result<Vec<Fate>> {
         let findings = &seen.findings;
-        let plan = Plan::new(findings, &self.kept(seen).await?);
+        let plan = Plan::new(findings, &self.protected(seen).await?);
         let mut refused = BTreeMap::new();
         let count = plan.jobs.len();
         for (n, (job, chains)) in plan.jobs.iter().enumerate() {
@@ -279,7 +288,7 @@ impl Checker {
         let waiting = self.deletions(&plan).await?;
         let mut now = self.pass().await?;
         if findings.iter().any(|f| again(f, &now)) {
-            (self.progress)("something is still there; looking again".into());
+            (self.progress)("something is still there; checking again".into());
             tokio::time::sleep(Duration::from_secs(3)).await;
             now = self.pass().await?;
         }
@@ -287,21 +296,22 @@ impl Checker {
             Ok(job) => match refused.get(job) {
                 Some(e) => said_no(e),
                 None if waiting.contains(job) => left(
-                    "its deletion waits with the metadata servers, which try it until all storage servers that have chunks answer",
+                    "the metadata servers repeat its deletion until all storage servers that have \
+                     chunks answer",
                     "see `strake status` for what is missing, and run fsck again",
                 ),
                 None => proven(f, &now, job.done()),
             },
             // Another repair may have removed it, too.
             Err(_) if !is_judged_by_reading(f) && is_gone(f, &now) => {
-                Fate::Repaired("it is gone, with something else")
+                Fate::Repaired("it is gone because of another repair")
             }
             Err(fate) => fate.clone(),
         };
         Ok(findings.iter().zip(&plan.each).map(fate).collect())
     }
 
-    async fn kept(&self, seen: &Outcome) -> Result<Kept> {
+    async fn protected(&self, seen: &Outcome) -> Result<Protected> {
         let mut open = beyond(&seen.findings);
         if !open.is_empty() {
             let inos: Vec<Ino> =
@@ -309,7 +319,7 @@ impl Checker {
             let written = self.of_leader(async |c| written(c, &inos).await).await?;
             open.retain(|at| written.contains(&at.0));
         }
-        Ok(Kept { only: seen.only_copies.clone(), open })
+        Ok(Protected { only: seen.only_copies.clone(), open })
     }
 
     /// Waits until the requested deletions are done. Returns the jobs that are not done in time.
@@ -323,7 +333,7 @@ impl Checker {
             if waiting.is_empty() || start.elapsed() > DELETION {
                 return Ok(waiting);
             }
-            (self.progress)(format!("{} deletions are not done yet", waiting.len()));
+            (self.progress)(format!("{} deletions are not complete yet", waiting.len()));
             tokio::time::sleep(POLL).await;
         }
     }
@@ -339,7 +349,7 @@ fn said_no(e: &strake_proto::Error) -> Fate {
     let next = match e.code {
         Code::Busy => "run fsck again when it is not in use",
         Code::Exist => {
-            "run fsck again; if it stays, the inode has no name that can be reached: tell the developers"
+            "run fsck again; if the finding stays, no path leads to the inode: tell the developers"
         }
         Code::Inval => {
             "if the metadata was recovered from an older state, see \"When the group is lost\" in docs/operations.md"
@@ -412,7 +422,7 @@ mod tests {
     }
 
     fn plan(findings: &[Finding], only: &BTreeSet<(Ino, u64, u32)>) -> Plan {
-        Plan::new(findings, &Kept { only: only.clone(), ..Kept::default() })
+        Plan::new(findings, &Protected { only: only.clone(), ..Protected::default() })
     }
 
     #[test]
@@ -474,11 +484,11 @@ mod tests {
         assert_eq!(jobs(&[misplaced(6, false, false)]), [(cleared, BTreeSet::from([1]))]);
         let both = [misplaced(6, false, false), misplaced(1, false, false)];
         assert_eq!(jobs(&both), [], "a chain is cleared as a whole");
-        let said = |f: &Finding, kept: &Kept| job(f, kept).unwrap_err().to_string();
-        let kept = Kept { only: only(&both), ..Kept::default() };
+        let said = |f: &Finding, protected: &Protected| job(f, protected).unwrap_err().to_string();
+        let protected = Protected { only: only(&both), ..Protected::default() };
         assert!(
-            said(&both[0], &kept).contains("others of it there")
-                && said(&both[1], &kept).contains("a hole")
+            said(&both[0], &protected).contains("some of that may be the only copy")
+                && said(&both[1], &protected).contains("a hole")
         );
         // On a chain that the file uses, truncation removes it.
         let cut = Job::End { ino: 7, data: 1, size: 500 };
@@ -489,9 +499,12 @@ mod tests {
         // A client that writes the file may be about to report an end that far.
         let open = beyond(&both);
         assert_eq!(open, BTreeSet::from([(7, 1, 1)]));
-        let kept = Kept { open, ..Kept::default() };
-        assert!(said(&both[0], &kept).contains("open for writing"));
-        assert_eq!(Plan::new(&[misplaced(0, true, false), both[0].clone()], &kept).jobs.len(), 0);
+        let protected = Protected { open, ..Protected::default() };
+        assert!(said(&both[0], &protected).contains("open for writing"));
+        assert_eq!(
+            Plan::new(&[misplaced(0, true, false), both[0].clone()], &protected).jobs.len(),
+            0
+        );
         assert_eq!(
             beyond(&[misplaced(6, true, false), misplaced(1, false, false)]),
             BTreeSet::new()
@@ -508,8 +521,8 @@ mod tests {
             error: "e".into(),
             gone,
         };
-        assert!(job(&dangling(true), &Kept::default()).is_ok());
-        assert!(job(&dangling(false), &Kept::default()).is_err());
+        assert!(job(&dangling(true), &Protected::default()).is_ok());
+        assert!(job(&dangling(false), &Protected::default()).is_err());
     }
 
     #[test]

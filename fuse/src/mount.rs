@@ -205,7 +205,7 @@ impl Mount {
                 None => {
                     return Err(Error::new(
                         Code::Inval,
-                        "this mount is its supervisor's to unmount",
+                        "only the supervisor can unmount this mount",
                     ));
                 }
             },
@@ -231,9 +231,10 @@ impl Mount {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
                 r => Ok(r?),
             },
-            Session::Fuser(_) => {
-                Err(Error::new(Code::OpNotSupp, "notifications go over our own transport only"))
-            }
+            Session::Fuser(_) => Err(Error::new(
+                Code::OpNotSupp,
+                "notifications work only with StrakeFS's own transport",
+            )),
         }
     }
 }

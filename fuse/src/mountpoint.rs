@@ -37,7 +37,7 @@ pub(crate) fn attach(cfg: &MountConfig, fd: BorrowedFd<'_>) -> Result<()> {
     );
     let kind = format!("fuse.{}", cfg.subtype);
     let data = std::ffi::CString::new(data)
-        .map_err(|_| Error::new(Code::Inval, "a NUL in a mount option"))?;
+        .map_err(|_| Error::new(Code::Inval, "a mount option contains a NUL"))?;
     rustix::mount::mount(
         cfg.fsname.as_str(),
         &cfg.mountpoint,

@@ -29,7 +29,7 @@ use crate::{
     plan::{Measured, Run, Standing, choose},
     rest::{Asked, Rests},
     selftest,
-    tally::Tally,
+    tier_counters::TierCounters,
 };
 
 /// Where the kernel describes the machine.
@@ -142,7 +142,7 @@ pub(crate) struct Inner {
     width: usize,
     next: AtomicUsize,
     standings: Mutex<ByTier<Standing>>,
-    tally: Arc<Tally>,
+    tier_counters: Arc<TierCounters>,
     rests: Rests,
     /// Held by a self-test: only one runs at a time.
     testing: tokio::sync::Mutex<()>,
@@ -188,14 +188,14 @@ impl Bridge {
             Hands::new(&device, &options)?;
         let device_sums = match device.refuses(Tier::GpuRdma) {
             Some(_) if !options.verify_on_gpu && options.local.is_none() => {
-                Err("it was not asked for".into())
+                Err("it was not requested".into())
             }
             _ => device.sums(),
         };
         let sums = if options.verify_on_gpu {
             device_sums.clone()
         } else {
-            Err("it was not asked for".into())
+            Err("it was not requested".into())
         };
         let local = open_local(&device, &options).await?;
         let bridge = Bridge(Arc::new(Inner {
@@ -216,7 +216,7 @@ impl Bridge {
             width,
             next: AtomicUsize::new(0),
             standings: Mutex::new(ByTier::new(|_| Standing::Unavailable(Unavailable::NotTested))),
-            tally: Arc::default(),
+            tier_counters: Arc::default(),
             rests: Rests::new(),
             testing: tokio::sync::Mutex::default(),
         }));
@@ -256,8 +256,8 @@ impl Bridge {
     }
 
     /// Bytes of each file by tier, over all calls.
-    pub fn tally(&self) -> &Arc<Tally> {
-        &self.0.tally
+    pub fn tier_counters(&self) -> &Arc<TierCounters> {
+        &self.0.tier_counters
     }
 
     /// What could not be had as wanted, as a text for people: slots, pinned buffers, memory and
@@ -342,7 +342,7 @@ impl Bridge {
             moved: all.iter().map(|_| AtomicU64::new(0)).collect(),
             unsummed: Mutex::default(),
         };
-        if ongoing.run.lock().road().is_some() {
+        if ongoing.run.lock().tier().is_some() {
             let parts = Parts { all, size: inner.part as u64, range: 0, done: 0 };
             let moves =
                 stream::iter(parts).map(|p| inner.part(&ongoing, p)).buffer_unordered(inner.width);
@@ -350,8 +350,10 @@ impl Bridge {
         }
         let ranges = ongoing.moved.iter().map(|n| n.load(Relaxed)).collect();
         let (mut report, outcome) = ongoing.run.into_inner().finish(ranges, begun.elapsed());
-        let unsummed =
-            ongoing.unsummed.into_inner().map(|f| format!("the device did not sum all of it: {f}"));
+        let unsummed = ongoing
+            .unsummed
+            .into_inner()
+            .map(|f| format!("the device did not sum all of the data: {f}"));
         report.not_on_gpu = inner.not_on_gpu(&report).or(unsummed);
         inner.remember(&report);
         match outcome {
@@ -438,7 +440,7 @@ impl Inner {
                     Direction::Save => run.saved(tier, by, staged),
                 };
                 drop(run);
-                self.tally.add(call.all[p.range].file.id(), call.direction, &split);
+                self.tier_counters.add(call.all[p.range].file.id(), call.direction, &split);
                 call.moved[p.range].fetch_add(p.len as u64, Relaxed);
             }
             Ok(None) => {}
@@ -460,7 +462,7 @@ impl Inner {
         loop {
             // Before fetching: the call may have ended.
             let copy = call.copies.of(p.range);
-            let Some(tier) = call.run.lock().road_for(copy.is_some()) else { return Ok(None) };
+            let Some(tier) = call.run.lock().tier_for(copy.is_some()) else { return Ok(None) };
             let went = match (tier, copy) {
                 (Tier::GpuRdma, _) => {
                     let beside =
@@ -489,7 +491,7 @@ impl Inner {
         let got: usize = bufs.iter().map(Buf::len).sum();
         if got < p.len {
             let m = format!(
-                "the file ends after {} bytes, in the middle of what was to be loaded",
+                "the file ends after {} bytes, within the range to load",
                 p.offset + got as u64
             );
             return Err(Error::new(Code::Io, m));
@@ -499,9 +501,9 @@ impl Inner {
             let tier = {
                 let mut run = call.run.lock();
                 // The fetched bytes are of no use if only a direct tier remains.
-                match run.road_for(call.copies.of(p.range).is_some()) {
+                match run.tier_for(call.copies.of(p.range).is_some()) {
                     Some(t) if t.is_straight() => None,
-                    _ => run.road_of(came),
+                    _ => run.tier_of(came),
                 }
             };
             let Some(tier) = tier else { return Ok(None) };
@@ -516,7 +518,7 @@ impl Inner {
     /// As [`Inner::load_part`], for a save.
     async fn save_part(&self, call: &Ongoing<'_>, p: &Part) -> Result<Option<Moved>> {
         loop {
-            let Some(mut tier) = call.run.lock().road() else { return Ok(None) };
+            let Some(mut tier) = call.run.lock().tier() else { return Ok(None) };
             if tier == Tier::GpuRdma && p.offset.is_multiple_of(BLOCK as u64) {
                 match self.save_direct(&call.flight.0, p.place(call)).await {
                     Ok(went) => return Ok(Some(direct_done(tier, went))),
@@ -627,7 +629,7 @@ impl Inner {
         own.try_fold(of_bridge, |policy, (i, t)| {
             both(
                 (&format!("the policy of the file of range {i}"), t.file.policy()),
-                ("what else holds for the call", policy),
+                ("the rest of the call's policies", policy),
             )
         })
     }
@@ -781,13 +783,15 @@ fn direct_done(tier: Tier, w: Went) -> Moved {
 fn unaligned(offset: u64, lost: Option<String>) -> Error {
     if let Some(lost) = lost {
         let m = format!(
-            "this part begins at {offset} in the file, which takes a tier over host memory, and none is left; {lost}"
+            "this part begins at {offset} in the file, so it needs a tier over host memory, and \
+             none is left; {lost}"
         );
         return Error::new(Code::Io, m);
     }
     let m = format!(
-        "storage servers read the device's memory only for parts that begin at a multiple of 4096 in the file, and this one begins at {offset}: \
-         allow a tier over host memory beside gpu-rdma"
+        "storage servers read the device's memory only for parts that begin at a multiple of 4096 \
+         in the file, but this one begins at {offset}: allow a tier over host memory beside \
+         gpu-rdma"
     );
     Error::new(Code::Inval, m)
 }

@@ -502,11 +502,11 @@ fn staging(tier: Tier, stage: &mut Option<Stage>, bytes: usize) -> Option<&mut S
 /// `pooled`: they lie in a region of the client's pool.
 fn not_straight(bytes: usize, pooled: bool) -> Fault {
     let why = if pooled {
-        "they are received or sent by RDMA in memory that could not be registered with the device, too: raise pinned_limit, or the limit for \
-         locked memory"
+        "RDMA receives or sends them in memory that could not be registered with the device, too: \
+         raise pinned_limit, or the limit for locked memory"
     } else {
-        "the client's pool of buffers was full, so that they lie outside of the memory that is registered for RDMA and the device: have less \
-         under way at a time"
+        "the client's pool of buffers was full, so they are outside of the memory that is \
+         registered for RDMA and the device: start fewer calls at a time"
     };
     Fault::NotStraight { bytes: bytes as u64, why: why.into() }
 }
@@ -515,13 +515,13 @@ fn no_sums() -> Fault {
     Fault::Driver {
         call: "a sum",
         code: Code::Io.errno(),
-        name: "the device said nothing of it".into(),
+        name: "the device gave no result".into(),
     }
 }
 
 fn no_slot(bytes: usize) -> Fault {
     Fault::Pin {
         bytes: bytes as u64,
-        why: "the bytes lie outside of pinned memory, and there is no slot for them".into(),
+        why: "the bytes are outside of pinned memory, and no slot is free for them".into(),
     }
 }

@@ -86,7 +86,8 @@ fn sent_along(all: &[Arrived], len: u64) -> Option<Stop> {
     let here = |a: &Arrived| a.here.iter().map(|b| b.len() as u64).sum::<u64>();
     let most = all.iter().map(here).max().filter(|n| *n > WITH_ANSWER)?;
     let why = format!(
-        "one sent {most} bytes with its answer, through host memory, instead of writing them there"
+        "a server sent {most} bytes with its answer, through host memory, instead of writing them \
+         there"
     );
     Some(Stop::Want(Fault::Export { bytes: len, why }))
 }
@@ -120,9 +121,7 @@ impl Inner {
             let got = all.last().map_or(0, |a| a.range.end);
             if got < p.len {
                 let end = p.offset + got;
-                let m = format!(
-                    "the file ends after {end} bytes, in the middle of what was to be loaded"
-                );
+                let m = format!("the file ends after {end} bytes, within the range to load");
                 return Err(Stop::Call(Error::new(Code::Io, m)));
             }
             if let Some(stop) = sent_along(&all, p.len) {
@@ -193,7 +192,8 @@ impl Inner {
     ) -> Result<Option<Fault>, Fault> {
         let len = from.iter().map(|b| b.len() as u64).sum();
         let why = || {
-            "neither bounce-tcp nor pageable is available, by one of which what no server writes is copied".into()
+            "neither bounce-tcp nor pageable is available, which copy data that no server writes"
+                .into()
         };
         let mut last = Fault::Export { bytes: len, why: why() };
         for tier in [Tier::BounceTcp, Tier::Pageable].into_iter().filter(|t| self.is_available(*t))

@@ -58,9 +58,8 @@ impl Strict {
 /// both.
 pub(crate) fn both((what, a): (&str, Policy), (other, b): (&str, Policy)) -> Result<Policy> {
     a.and(b).ok_or_else(|| {
-        let m = format!(
-            "{what} is {a}, and {other} is {b}: no tier meets both, so nothing may be moved"
-        );
+        let m =
+            format!("{what} is {a}, and {other} is {b}: no tier meets both, so nothing is moved");
         Error::new(Code::Inval, m)
     })
 }
@@ -151,7 +150,7 @@ impl FileIo for Watched {
 pub fn not_direct() -> Error {
     Error::new(
         Code::OpNotSupp,
-        "this file is on no storage server that would reach the device's memory",
+        "this file has no storage server that could reach the device's memory",
     )
 }
 
@@ -212,7 +211,8 @@ impl Network for Client {
 
 /// `EPROTO` for an invalid manifest.
 pub(crate) fn of_manifest(fs: &[u8], ino: u64, m: &pb::Manifest) -> Result<Sealed> {
-    let bad = |_| Error::new(Code::Protocol, format!("the manifest of inode {ino:#x} is none"));
+    let bad =
+        |_| Error::new(Code::Protocol, format!("the manifest of inode {ino:#x} is not valid"));
     Ok(Sealed {
         fs: fs.try_into().map_err(bad)?,
         ino,
@@ -227,7 +227,7 @@ const O_RDWR: u32 = 2;
 const O_DIRECT: u32 = 0o40000;
 
 /// The reason where there is no cluster to ask.
-pub(crate) const NO_CLIENT: &str = "there is no client here that would reach any";
+pub(crate) const NO_CLIENT: &str = "there is no client here that could reach one";
 
 /// A pool without a client, for self-tests.
 #[async_trait]

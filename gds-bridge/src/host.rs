@@ -206,7 +206,7 @@ impl GpuMem for HostMem {
         let refused = |why: String| Fault::Pin { bytes: len as u64, why };
         let at = start.expose_provenance();
         if s.pinned.range(..at + len).next_back().is_some_and(|(other, n)| other + n > at) {
-            return Err(refused("a part of them is pinned already".into()));
+            return Err(refused("a part of this memory is pinned already".into()));
         }
         // SAFETY: the caller says that these pages are mapped; locking them changes none of their
         // bytes.

@@ -51,9 +51,9 @@ mod rest;
 mod selftest;
 pub mod session;
 pub mod status;
-mod tally;
 pub mod tensors;
 mod tier;
+mod tier_counters;
 
 pub use bridge::{Bridge, Options, Transfer};
 pub use cuda::Cuda;
@@ -64,5 +64,5 @@ pub use numa::Numa;
 pub use pins::{MIN_SLOT, Registry, Slot};
 pub use reason::Unavailable;
 pub use report::{Checksum, Checksums, Direction, Failed, Report, Switch};
-pub use tally::{FileTiers, Tally};
 pub use tier::{ByTier, Policy, Tier};
+pub use tier_counters::{FileTiers, TierCounters};

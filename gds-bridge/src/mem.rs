@@ -130,17 +130,20 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Fault::Foreign { addr } => {
-                write!(f, "address {addr:#x} is not of memory that this device's context has")
+                write!(f, "address {addr:#x} does not belong to memory of this device's context")
             }
-            Fault::Freed { addr } => write!(f, "address {addr:#x} is of memory that was freed"),
+            Fault::Freed { addr } => {
+                write!(f, "address {addr:#x} belongs to memory that was freed")
+            }
             Fault::Beyond { addr, len, end } => {
                 write!(
                     f,
-                    "{len} bytes from address {addr:#x} are more than its allocation has, which ends at {end:#x}"
+                    "{len} bytes from address {addr:#x} go beyond its allocation, which ends at \
+                     {end:#x}"
                 )
             }
             Fault::ContextGone => f.write_str("the device's context is gone"),
-            Fault::NoMemory { bytes } => write!(f, "the device has no room for {bytes} bytes"),
+            Fault::NoMemory { bytes } => write!(f, "the device has no memory for {bytes} bytes"),
             Fault::Damaged { addr, len } => write!(
                 f,
                 "{len} bytes at address {addr:#x} were damaged between host memory and the device: their CRC32Cs differ"
@@ -153,18 +156,22 @@ impl fmt::Display for Fault {
             }
             Fault::Sums { why } => write!(f, "the device could not sum its memory: {why}"),
             Fault::NotStraight { bytes, why } => {
-                write!(f, "{bytes} bytes cannot go straight between RDMA and the device: {why}")
+                write!(
+                    f,
+                    "{bytes} bytes cannot be transferred directly between RDMA and the \
+                           device: {why}"
+                )
             }
             Fault::Detour { len, posix, straight, bytes } => write!(
                 f,
-                "cuFile read {len} bytes another way than straight: meanwhile it counted {posix} reads through host memory, {straight} straight ones \
-                 and {bytes} bytes"
+                "cuFile did not read {len} bytes directly: meanwhile it counted {posix} reads \
+                 through host memory, {straight} direct ones and {bytes} bytes"
             ),
             Fault::BadCopy { copy, at, why, aside } => {
                 let done = if *aside {
-                    "it was put aside: stage the file again"
+                    "it was set aside: stage the file again"
                 } else {
-                    "it could not be put aside: remove it"
+                    "it could not be set aside: remove it"
                 };
                 write!(f, "the copy '{copy}' is damaged from byte {at} on ({why}), and {done}")
             }

@@ -100,17 +100,20 @@ fn node_of(sysfs: &Path, pci: &str) -> Result<u32, String> {
         || !pci.bytes().all(|b| b.is_ascii_hexdigit() || b == b':' || b == b'.')
         || pci.contains("..")
     {
-        return Err(format!("'{}' is no PCI address", pci.escape_default()));
+        return Err(format!("'{}' is not a PCI address", pci.escape_default()));
     }
     let path = sysfs.join("bus/pci/devices").join(pci).join("numa_node");
     let text = read(&path)?;
     let node = match text.trim().parse::<i64>() {
-        Ok(-1) => return Err(format!("the system does not say of which node device {pci} is")),
+        Ok(-1) => {
+            return Err(format!("the system does not say to which node device {pci} belongs"));
+        }
         Ok(n) => u32::try_from(n).ok().filter(|n| *n <= LAST_NODE),
         Err(_) => None,
     };
-    let node = node
-        .ok_or_else(|| format!("{} says '{}', which is no node", path.display(), shown(&text)))?;
+    let node = node.ok_or_else(|| {
+        format!("{} says '{}', which is not a node", path.display(), shown(&text))
+    })?;
     let online = list_of(sysfs, "online")?;
     if has(&online, node) {
         Ok(node)
@@ -130,7 +133,7 @@ fn list_of(sysfs: &Path, name: &str) -> Result<List, String> {
     let path = sysfs.join("devices/system/node").join(name);
     let text = read(&path)?;
     parse(text.trim()).ok_or_else(|| {
-        format!("{} says '{}', which is no list of numbers", path.display(), shown(&text))
+        format!("{} says '{}', which is not a list of numbers", path.display(), shown(&text))
     })
 }
 
@@ -244,8 +247,8 @@ impl Placing {
         let elsewhere = numa.slots.map_or(0, |there| slots.len() - there);
         if elsewhere > 0 || several {
             let why = near.memory.err().or(refused.into_inner());
-            let why =
-                why.or_else(|| (elsewhere > 0).then(|| format!("{elsewhere} found no room there")));
+            let why = why
+                .or_else(|| (elsewhere > 0).then(|| format!("{elsewhere} found no memory there")));
             said.extend(
                 why.map(|why| format!("slots are not all on node {node}, the device's: {why}")),
             );
@@ -332,20 +335,20 @@ mod tests {
         for (says, why) in [
             ("-1", "does not say"),
             ("2", "node 2, of device 0000:3b:00.0, is not online"),
-            ("-2", "is no node"),
-            ("70000", "is no node"),
-            ("one\u{7}", "'one\\u{7}', which is no node"),
-            ("", "is no node"),
+            ("-2", "is not a node"),
+            ("70000", "is not a node"),
+            ("one\u{7}", "'one\\u{7}', which is not a node"),
+            ("", "is not a node"),
         ] {
             s.write("device", says);
             assert!(of().node.is_none() && of().why.unwrap().contains(why), "{says}: {:?}", of());
         }
         s.write("device", "0");
         s.write("online", "some");
-        assert!(of().why.unwrap().contains("no list of numbers"));
+        assert!(of().why.unwrap().contains("not a list of numbers"));
         for wrong in ["", "..", "../../etc", "0000:3b:00.0/..", "x"] {
             let numa = Numa::of(&s.0, Ok(wrong.into()));
-            assert!(numa.why.unwrap().contains("is no PCI address"), "{wrong}");
+            assert!(numa.why.unwrap().contains("is not a PCI address"), "{wrong}");
         }
         let missing = Numa::of(&s.0, Ok("0000:01:00.0".into())).why.unwrap();
         assert!(missing.contains("0000:01:00.0/numa_node: No such file"), "{missing}");

@@ -103,7 +103,7 @@ impl Registry {
         if let Some(node) = near
             && let Err(e) = numa::prefer(region.as_ptr(), REGION, *node)
         {
-            tracing::debug!("a region of the client's buffers stays where it is: mbind: {e}");
+            tracing::debug!("a region of the client's buffers was not moved: mbind: {e}");
         }
         // SAFETY: a region is whole pages, and is held until it was unpinned.
         unsafe { device.pin(region.as_ptr(), REGION)? };
@@ -163,7 +163,7 @@ impl Mapping {
         let start = unsafe { mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) };
         let start = start.map_err(|e| refused(format!("mmap: {e}")))?;
         let start =
-            NonNull::new(start.cast()).ok_or_else(|| refused("mmap gave nothing".into()))?;
+            NonNull::new(start.cast()).ok_or_else(|| refused("mmap returned no memory".into()))?;
         Ok(Mapping { start, len })
     }
 }
@@ -244,11 +244,11 @@ impl Budget {
         let (limit, own, because) = match (asked, memlock) {
             (Some(l), _) => (l, l, format!("pinned_limit is {l} bytes")),
             (None, Some(l)) => {
-                (l / 2, l / 2, format!("RLIMIT_MEMLOCK is {l} bytes, of which half is taken"))
+                (l / 2, l / 2, format!("RLIMIT_MEMLOCK is {l} bytes, of which half is used"))
             }
             // There is no limit to share.
             (None, None) => {
-                (u64::MAX, UNLIMITED, format!("no more than {UNLIMITED} bytes are taken"))
+                (u64::MAX, UNLIMITED, format!("no more than {UNLIMITED} bytes are used"))
             }
         };
         let others = format!(", and other bridges of this process have {taken} bytes");
@@ -375,7 +375,7 @@ impl Regions {
             Err(Fault::ContextGone) => false,
             Err(e) => {
                 tracing::info!(
-                    "{} regions of the client's buffers are pinned, no more: {e}",
+                    "{} regions of the client's buffers are pinned; no more can be: {e}",
                     mine.used.len()
                 );
                 mine.refused = true;

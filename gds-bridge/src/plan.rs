@@ -71,7 +71,7 @@ pub struct Run {
     policy: Policy,
     direction: Direction,
     /// Remaining tiers, the fastest first. The first one is in use.
-    roads: Vec<Tier>,
+    tiers: Vec<Tier>,
     unavailable: Vec<(Tier, Unavailable)>,
     asked: u64,
     by_tier: ByTier<u64>,
@@ -83,7 +83,7 @@ pub struct Run {
     verified_direct: u64,
     switches: Vec<Switch>,
     /// A part took another bounce tier than the one in use, and that was reported.
-    other_road: bool,
+    other_transport: bool,
     ended: Option<Error>,
 }
 
@@ -96,18 +96,18 @@ impl Run {
         standings: &ByTier<Standing>,
         consent: bool,
     ) -> Run {
-        let (roads, unavailable) = choose(policy, direction, standings, consent);
-        let ended = roads.is_empty().then(|| {
+        let (tiers, unavailable) = choose(policy, direction, standings, consent);
+        let ended = tiers.is_empty().then(|| {
             let why = in_words(&unavailable);
             Error::new(
                 Code::OpNotSupp,
-                format!("no tier is available that the policy {policy} allows: {why}"),
+                format!("the policy {policy} allows no available tier: {why}"),
             )
         });
         Run {
             policy,
             direction,
-            roads,
+            tiers,
             unavailable,
             asked,
             by_tier: ByTier::default(),
@@ -116,7 +116,7 @@ impl Run {
             verified: 0,
             verified_direct: 0,
             switches: Vec::new(),
-            other_road: false,
+            other_transport: false,
             ended,
         }
     }
@@ -129,15 +129,15 @@ impl Run {
     }
 
     /// The tier that the next part takes; `None`: the call has ended and begins no other part.
-    pub fn road(&self) -> Option<Tier> {
-        if self.ended.is_some() { None } else { self.roads.first().copied() }
+    pub fn tier(&self) -> Option<Tier> {
+        if self.ended.is_some() { None } else { self.tiers.first().copied() }
     }
 
     /// As [`Run::road`], for a part of a file with or without a copy on this node. If only copies
     /// are left and the file has none, this ends the call.
-    pub fn road_for(&mut self, copied: bool) -> Option<Tier> {
-        self.road()?;
-        let found = self.roads.iter().copied().find(|t| copied || *t != Tier::LocalGds);
+    pub fn tier_for(&mut self, copied: bool) -> Option<Tier> {
+        self.tier()?;
+        let found = self.tiers.iter().copied().find(|t| copied || *t != Tier::LocalGds);
         if found.is_none() {
             let m = format!(
                 "a file has no copy on this node, and no other tier that {} allows is left: {}{}",
@@ -153,7 +153,7 @@ impl Run {
     /// Notes that some files of the call cannot take a tier that others take. Reported with the
     /// unavailable tiers.
     pub fn not_for_all(&mut self, tier: Tier, why: Unavailable) {
-        if self.roads.contains(&tier) {
+        if self.tiers.contains(&tier) {
             self.unavailable.push((tier, why));
             self.unavailable.sort_by_key(|(t, _)| *t);
         }
@@ -161,7 +161,7 @@ impl Run {
 
     /// The tier for a part that the tier in use cannot take: the next one over host memory.
     pub fn beside(&self, tier: Tier) -> Option<Tier> {
-        self.roads.iter().copied().find(|t| *t != tier && (t.is_bounce() || *t == Tier::Pageable))
+        self.tiers.iter().copied().find(|t| *t != tier && (t.is_bounce() || *t == Tier::Pageable))
     }
 
     /// The last failure of a tier over host memory in this call.
@@ -180,14 +180,14 @@ impl Run {
     /// bytes of these transports can take. With [`Tier::BounceRdma`], bytes of other transports
     /// than RDMA are bounced, too, and count as [`Tier::BounceTcp`]. `None`: as for [`Run::road`],
     /// or this has just ended the call, because the policy allows no tier for the bytes.
-    pub fn road_of(&mut self, came: ByRoad) -> Option<Tier> {
-        let first = self.road()?;
+    pub fn tier_of(&mut self, came: ByRoad) -> Option<Tier> {
+        let first = self.tier()?;
         // It is in host memory already, so a copy on this node does not matter.
-        let first = self.roads.iter().copied().find(|t| *t != Tier::LocalGds).unwrap_or(first);
-        let Some(tier) = self.roads.iter().find_map(|t| self.takes(*t, came)) else {
+        let first = self.tiers.iter().copied().find(|t| *t != Tier::LocalGds).unwrap_or(first);
+        let Some(tier) = self.tiers.iter().find_map(|t| self.takes(*t, came)) else {
             let lost = self.last_lost(|_| true).map(|lost| format!("; {lost}")).unwrap_or_default();
             let m = format!(
-                "bytes of a part came by {}, and {} allows no tier for them{lost}",
+                "bytes of a part came over {}, and {} allows no tier for them{lost}",
                 said(came),
                 self.policy
             );
@@ -196,9 +196,9 @@ impl Run {
         };
         let lowest =
             if came[Road::Rdma] < came.sum() && tier.is_bounce() { Tier::BounceTcp } else { tier };
-        if lowest > first && !self.other_road {
-            self.other_road = true;
-            let why = Unavailable::CameBy(worst(came));
+        if lowest > first && !self.other_transport {
+            self.other_transport = true;
+            let why = Unavailable::OtherTransport(worst(came));
             self.switches.push(Switch {
                 after: self.by_tier.sum(),
                 from: first,
@@ -216,7 +216,7 @@ impl Run {
             // The bytes are in host memory already.
             return (tier == Tier::Pageable).then_some(tier);
         }
-        let has = |t: Tier| self.roads.contains(&t);
+        let has = |t: Tier| self.tiers.contains(&t);
         let (rdma, others) = (came[Road::Rdma] > 0, came[Road::Rdma] < came.sum());
         // If RDMA bytes may not count as `BounceRdma`, they must not count as a lesser tier either.
         let whole = !rdma
@@ -234,7 +234,7 @@ impl Run {
         for (tier, bytes) in split.iter().filter(|(_, bytes)| **bytes > 0) {
             assert!(
                 self.policy.allows(tier),
-                "{} does not allow {tier}, by which {bytes} bytes went",
+                "{} does not allow {tier}, which moved {bytes} bytes",
                 self.policy
             );
         }
@@ -251,7 +251,7 @@ impl Run {
     /// that the policy does not allow, the call ends. The bytes still count: they were moved.
     /// Returns its bytes by tier.
     pub fn saved(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
-        let less = self.policy.allows(Tier::BounceRdma) && !self.roads.contains(&Tier::BounceRdma);
+        let less = self.policy.allows(Tier::BounceRdma) && !self.tiers.contains(&Tier::BounceRdma);
         let tier = match tier.is_bounce() {
             true if less || by[Road::Rdma] == 0 => Tier::BounceTcp,
             true => Tier::BounceRdma,
@@ -261,7 +261,8 @@ impl Run {
         let wrong = split.iter().find(|(t, bytes)| **bytes > 0 && !self.policy.allows(*t));
         if let Some((tier, bytes)) = wrong {
             let m = format!(
-                "{bytes} bytes of a part went by {}, which makes it {tier}, and {} does not allow that",
+                "{bytes} bytes of a part went over {}, which makes its tier {tier}, and {} does \
+                 not allow that",
                 said(by),
                 self.policy
             );
@@ -286,27 +287,27 @@ impl Run {
     /// A tier failed; several parts may report the same failure. If it is not the first one, then
     /// the network chose it (of the two bounce tiers), or it was used beside the first.
     pub fn lost(&mut self, tier: Tier, why: Unavailable) {
-        let Some(at) = self.roads.iter().position(|t| *t == tier) else { return };
+        let Some(at) = self.tiers.iter().position(|t| *t == tier) else { return };
         // Copies on this node serve only parts that have one; the others use the tiers after it.
         let first =
-            self.roads.iter().copied().find(|t| *t != Tier::LocalGds || tier == *t).unwrap_or(tier);
-        self.roads.remove(at);
+            self.tiers.iter().copied().find(|t| *t != Tier::LocalGds || tier == *t).unwrap_or(tier);
+        self.tiers.remove(at);
         if self.ended.is_some() {
             return;
         }
-        let mut left = self.roads.iter().copied().filter(|t| *t != Tier::LocalGds);
+        let mut left = self.tiers.iter().copied().filter(|t| *t != Tier::LocalGds);
         let to = match first == tier {
             // Including parts that had a copy.
-            true if at == 0 => self.roads.first().copied(),
+            true if at == 0 => self.tiers.first().copied(),
             true => left.next(),
             false if tier.is_bounce() && first.is_bounce() => left.find(|t| !t.is_bounce()),
             false => self.beside(first),
         };
-        if self.roads.is_empty() {
+        if self.tiers.is_empty() {
             let (policy, others) = (self.policy, in_words(&self.unavailable));
             let others = if others.is_empty() { others } else { format!("; {others}") };
             let m = format!(
-                "{tier} failed in the middle of the call, and {policy} allows no other: {why}{others}"
+                "{tier} failed during the call, and {policy} allows no other: {why}{others}"
             );
             self.ended = Some(Error::new(Code::Io, m));
         }
@@ -327,7 +328,7 @@ impl Run {
     ) -> (Report, Result<(), Error>) {
         let moved = self.by_tier.sum();
         assert_eq!(ranges.iter().sum::<u64>(), moved, "bytes by range and bytes by tier differ");
-        assert_eq!(self.by_road.sum(), moved, "bytes by road and bytes by tier differ");
+        assert_eq!(self.by_road.sum(), moved, "bytes by transport and bytes by tier differ");
         let straight: u64 =
             self.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
         let direct = straight > self.verified_direct;
@@ -455,9 +456,9 @@ mod tests {
     #[test]
     fn gpu_rdma_needs_consent_and_says_that_nobody_verified() {
         let all = standings([5, 0, 0, 4, 0]);
-        let (roads, unable) = choose(Policy::Prefer, Direction::Load, &all, false);
+        let (tiers, unable) = choose(Policy::Prefer, Direction::Load, &all, false);
         assert_eq!(
-            (roads, &unable[0]),
+            (tiers, &unable[0]),
             (vec![Tier::BounceTcp], &(Tier::GpuRdma, Unavailable::NoConsent))
         );
         let refused = Run::begin(1, Policy::Require(Tier::GpuRdma), Direction::Load, &all, false);
@@ -483,7 +484,7 @@ mod tests {
             for tier in Tier::ALL {
                 let none = ByTier::new(|_| Standing::Unavailable(why.clone()));
                 let r = Run::begin(1, Policy::Require(tier), Direction::Save, &none, true);
-                assert_eq!(r.road(), None);
+                assert_eq!(r.tier(), None);
                 let (report, outcome) = r.finish(vec![0], Duration::ZERO);
                 let e = outcome.unwrap_err();
                 assert!(e.message.contains(&format!("{tier}: {why}")), "{e}");
@@ -504,10 +505,10 @@ mod tests {
     #[test]
     fn prefer_goes_down_in_mid_run_and_says_so() {
         let mut r = run(Policy::Prefer, [0, 0, 0, 9, 3]);
-        assert_eq!(r.road(), Some(Tier::BounceTcp));
+        assert_eq!(r.tier(), Some(Tier::BounceTcp));
         r.moved(Tier::BounceTcp, tcp(30), 10);
         r.lost(Tier::BounceTcp, lost());
-        assert_eq!(r.road(), Some(Tier::Pageable));
+        assert_eq!(r.tier(), Some(Tier::Pageable));
         // Other parts were under way: another failure adds nothing, and an arrival counts for the
         // tier that it took.
         r.lost(Tier::BounceTcp, lost());
@@ -534,10 +535,10 @@ mod tests {
     fn require_and_at_least_never_degrade_in_mid_run() {
         for policy in [Policy::Require(Tier::BounceTcp), Policy::AtLeast(Tier::BounceTcp)] {
             let mut r = run(policy, [0, 0, 0, 9, 30]);
-            assert_eq!(r.road(), Some(Tier::BounceTcp), "the faster one is not allowed");
+            assert_eq!(r.tier(), Some(Tier::BounceTcp), "the faster one is not allowed");
             r.moved(Tier::BounceTcp, tcp(30), 0);
             r.lost(Tier::BounceTcp, lost());
-            assert_eq!(r.road(), None);
+            assert_eq!(r.tier(), None);
             r.fail(Error::new(Code::Io, "a later cause"));
             let (report, outcome) = r.finish(vec![30], Duration::ZERO);
             let e = outcome.unwrap_err();
@@ -553,7 +554,7 @@ mod tests {
         // `AtLeast`: a better tier continues.
         let mut r = run(Policy::AtLeast(Tier::BounceRdma), [7, 0, 9, 9, 9]);
         r.lost(Tier::BounceRdma, lost());
-        assert_eq!(r.road(), Some(Tier::GpuRdma));
+        assert_eq!(r.tier(), Some(Tier::GpuRdma));
     }
 
     #[test]
@@ -573,23 +574,23 @@ mod tests {
     #[test]
     fn bytes_count_as_the_road_that_they_took() {
         let mut r = run(Policy::Prefer, [0, 0, 9, 9, 3]);
-        assert_eq!(r.road(), Some(Tier::BounceRdma));
-        assert_eq!(r.road_of(rdma(20)), Some(Tier::BounceRdma));
+        assert_eq!(r.tier(), Some(Tier::BounceRdma));
+        assert_eq!(r.tier_of(rdma(20)), Some(Tier::BounceRdma));
         r.moved(Tier::BounceRdma, rdma(20), 0);
         // The network changes: reported once, and counted for each byte.
         for _ in 0..2 {
-            assert_eq!(r.road_of(tcp(10)), Some(Tier::BounceTcp));
+            assert_eq!(r.tier_of(tcp(10)), Some(Tier::BounceTcp));
             r.moved(Tier::BounceTcp, tcp(10), 0);
         }
-        assert_eq!(r.road_of(both(15, 5)), Some(Tier::BounceRdma));
+        assert_eq!(r.tier_of(both(15, 5)), Some(Tier::BounceRdma));
         r.moved(Tier::BounceRdma, both(15, 5), 1);
         // The RDMA stream is not direct.
         let stream = ByRoad::of(Road::RdmaStream, 10);
-        assert_eq!(r.road_of(stream), Some(Tier::BounceTcp));
+        assert_eq!(r.tier_of(stream), Some(Tier::BounceTcp));
         r.moved(Tier::BounceTcp, stream, 0);
         // Where RDMA can no longer be direct, it is no better than TCP.
         r.lost(Tier::BounceRdma, lost());
-        assert_eq!(r.road_of(rdma(30)), Some(Tier::BounceTcp));
+        assert_eq!(r.tier_of(rdma(30)), Some(Tier::BounceTcp));
         r.moved(Tier::BounceTcp, rdma(30), 30);
         let (report, outcome) = r.finish(vec![100], Duration::ZERO);
         outcome.unwrap();
@@ -601,7 +602,7 @@ mod tests {
         let told = |from, to, why| Switch { after: 0, from, to: Some(to), why };
         let all: Vec<Switch> =
             report.switches.iter().map(|s| Switch { after: 0, ..s.clone() }).collect();
-        let came = told(Tier::BounceRdma, Tier::BounceTcp, Unavailable::CameBy(Road::Tcp));
+        let came = told(Tier::BounceRdma, Tier::BounceTcp, Unavailable::OtherTransport(Road::Tcp));
         assert_eq!(all, [came, told(Tier::BounceRdma, Tier::BounceTcp, lost())]);
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(
@@ -617,9 +618,9 @@ mod tests {
             [tcp(10), ByRoad::of(Road::Local, 10), ByRoad::of(Road::RdmaStream, 10), both(1, 9)];
         for (policy, came) in strict.into_iter().flat_map(|p| lower.map(|l| (p, l))) {
             let mut r = run(policy, [0, 0, 9, 9, 30]);
-            assert_eq!(r.road_of(rdma(30)), Some(Tier::BounceRdma));
+            assert_eq!(r.tier_of(rdma(30)), Some(Tier::BounceRdma));
             r.moved(Tier::BounceRdma, rdma(30), 0);
-            assert_eq!((r.road_of(came), r.road()), (None, None));
+            assert_eq!((r.tier_of(came), r.tier()), (None, None));
             let (report, outcome) = r.finish(vec![30], Duration::ZERO);
             let e = outcome.unwrap_err();
             assert!(e.code == Code::Io && e.message.contains("allows no tier for them"), "{e}");
@@ -627,16 +628,16 @@ mod tests {
         }
         // A policy that requires TCP is not met by RDMA.
         let mut r = run(Policy::Require(Tier::BounceTcp), [0, 0, 9, 9, 30]);
-        assert_eq!(r.road_of(tcp(30)), Some(Tier::BounceTcp));
-        assert_eq!(r.road_of(both(29, 1)), None);
+        assert_eq!(r.tier_of(tcp(30)), Some(Tier::BounceTcp));
+        assert_eq!(r.tier_of(both(29, 1)), None);
         let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
         assert!(
-            e.message.contains("came by tcp (29) and rdma (1), and require:bounce-tcp allows"),
+            e.message.contains("came over tcp (29) and rdma (1), and require:bounce-tcp allows"),
             "{e}"
         );
         // Other tiers do not depend on the network.
         assert_eq!(
-            run(Policy::Require(Tier::Pageable), [0, 0, 9, 9, 3]).road_of(both(1, 2)),
+            run(Policy::Require(Tier::Pageable), [0, 0, 9, 9, 3]).tier_of(both(1, 2)),
             Some(Tier::Pageable)
         );
     }
@@ -646,12 +647,12 @@ mod tests {
         let mut r = run(Policy::AtLeast(Tier::BounceRdma), [0, 0, 9, 9, 30]);
         r.saved(Tier::BounceRdma, rdma(30), 0);
         r.saved(Tier::BounceRdma, both(10, 20), 0);
-        assert_eq!(r.road(), None);
+        assert_eq!(r.tier(), None);
         let (report, outcome) = r.finish(vec![60], Duration::ZERO);
         let e = outcome.unwrap_err();
         assert!(
             e.code == Code::Io
-                && e.message.contains("10 bytes of a part went by tcp (10) and rdma (20)"),
+                && e.message.contains("10 bytes of a part went over tcp (10) and rdma (20)"),
             "{e}"
         );
         assert_eq!((report.by_tier[Tier::BounceRdma], report.by_tier[Tier::BounceTcp]), (50, 10));
@@ -692,16 +693,16 @@ mod tests {
     fn a_copy_that_fails_is_told_also_of_the_second_tier_that_bounces() {
         let mut r = run(Policy::Prefer, [0, 0, 9, 9, 3]);
         r.lost(Tier::BounceTcp, lost());
-        assert_eq!(r.road_of(tcp(60)), Some(Tier::Pageable));
+        assert_eq!(r.tier_of(tcp(60)), Some(Tier::Pageable));
         r.moved(Tier::Pageable, tcp(60), 0);
-        assert_eq!(r.road_of(rdma(40)), Some(Tier::BounceRdma));
+        assert_eq!(r.tier_of(rdma(40)), Some(Tier::BounceRdma));
         r.moved(Tier::BounceRdma, rdma(40), 0);
         let (report, outcome) = r.finish(vec![100], Duration::ZERO);
         outcome.unwrap();
         assert_eq!(report.switches[0].to, Some(Tier::Pageable));
         let mut r = run(Policy::AtLeast(Tier::BounceTcp), [0, 0, 9, 9, 3]);
         r.lost(Tier::BounceTcp, lost());
-        assert_eq!(r.road_of(tcp(60)), None);
+        assert_eq!(r.tier_of(tcp(60)), None);
         let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
         assert!(
             e.message.contains("allows no tier for them; bounce-tcp: it failed in a call"),
@@ -714,11 +715,11 @@ mod tests {
         let mut r = run(Policy::Prefer, [0, 9, 0, 5, 3]);
         r.not_for_all(Tier::LocalGds, Unavailable::NotSealed { ino: 7 });
         assert_eq!(
-            (r.road_for(true), r.road_for(false)),
+            (r.tier_for(true), r.tier_for(false)),
             (Some(Tier::LocalGds), Some(Tier::BounceTcp))
         );
         // That another file has a copy does not make this a lower tier than asked.
-        assert_eq!(r.road_of(tcp(40)), Some(Tier::BounceTcp));
+        assert_eq!(r.tier_of(tcp(40)), Some(Tier::BounceTcp));
         r.moved(Tier::BounceTcp, tcp(40), 0);
         r.moved(Tier::LocalGds, ByRoad::of(Road::Local, 60), 0);
         let (report, outcome) = r.finish(vec![100], Duration::ZERO);
@@ -732,10 +733,10 @@ mod tests {
 
         let mut r = run(Policy::AtLeast(Tier::LocalGds), [5, 9, 9, 9, 9]);
         r.not_for_all(Tier::LocalGds, Unavailable::NotSealed { ino: 7 });
-        assert_eq!(r.road_for(false), Some(Tier::GpuRdma));
+        assert_eq!(r.tier_for(false), Some(Tier::GpuRdma));
         r.lost(Tier::GpuRdma, lost());
         assert_eq!(
-            (r.road_for(true), r.road_for(false), r.road_for(true)),
+            (r.tier_for(true), r.tier_for(false), r.tier_for(true)),
             (Some(Tier::LocalGds), None, None)
         );
         let e = r.finish(vec![0], Duration::ZERO).1.unwrap_err();
@@ -752,17 +753,17 @@ mod tests {
     fn a_tier_beside_the_first_one_that_fails_is_told() {
         let mut r = run(Policy::Prefer, [9, 0, 0, 5, 3]);
         assert_eq!(
-            (r.road(), r.beside(Tier::GpuRdma)),
+            (r.tier(), r.beside(Tier::GpuRdma)),
             (Some(Tier::GpuRdma), Some(Tier::BounceTcp))
         );
         assert_eq!(r.lost_beside(), None);
         r.lost(Tier::BounceTcp, lost());
         assert_eq!(
-            (r.road(), r.beside(Tier::GpuRdma)),
+            (r.tier(), r.beside(Tier::GpuRdma)),
             (Some(Tier::GpuRdma), Some(Tier::Pageable))
         );
         r.lost(Tier::Pageable, lost());
-        assert_eq!((r.road(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), None));
+        assert_eq!((r.tier(), r.beside(Tier::GpuRdma)), (Some(Tier::GpuRdma), None));
         assert!(r.lost_beside().unwrap().starts_with("pageable: it failed in a call"));
         r.moved(Tier::GpuRdma, rdma(100), 0);
         let (report, outcome) = r.finish(vec![100], Duration::ZERO);
@@ -795,7 +796,7 @@ mod tests {
             let standings = standings(speeds);
             let asked = 1_000_000;
             let mut run = Run::begin(asked, policy, Direction::Load, &standings, consent);
-            let (mut under_way, mut moved, mut ended) = (Vec::new(), ByTier::<u64>::default(), run.road().is_none());
+            let (mut under_way, mut moved, mut ended) = (Vec::new(), ByTier::<u64>::default(), run.tier().is_none());
             let mut gone = Vec::new();
             for (what, which, bytes) in steps {
                 match what {
@@ -807,7 +808,7 @@ mod tests {
                             2 => both(part, bytes - part),
                             _ => ByRoad::of(Road::RdmaStream, bytes),
                         };
-                        match run.road_of(came) {
+                        match run.tier_of(came) {
                             Some(t) => {
                                 prop_assert!(!ended && policy.allows(t) && speeds[t as usize] > 0 && !gone.contains(&t));
                                 prop_assert!(!t.is_straight());
@@ -828,7 +829,7 @@ mod tests {
                         run.lost(t, lost());
                         gone.push(t);
                     }
-                    8 => match run.road_for(bytes % 2 == 0) {
+                    8 => match run.tier_for(bytes % 2 == 0) {
                         Some(t) => {
                             prop_assert!(!ended && policy.allows(t) && speeds[t as usize] > 0 && !gone.contains(&t));
                             prop_assert!(bytes % 2 == 0 || t != Tier::LocalGds);
@@ -843,7 +844,7 @@ mod tests {
                     _ => {}
                 }
             }
-            ended |= run.road().is_none();
+            ended |= run.tier().is_none();
             if !ended {
                 run.fail(Error::new(Code::Io, "given up"));
             }

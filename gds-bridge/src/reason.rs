@@ -59,7 +59,7 @@ pub enum Unavailable {
         why: String,
     },
     /// Bytes came by another transport than the tier stands for.
-    CameBy(Road),
+    OtherTransport(Road),
     /// Its bytes would be verified at the storage server only, and the caller did not agree to
     /// that.
     NoConsent,
@@ -159,7 +159,7 @@ impl Unavailable {
             Unavailable::NoRdma { .. } => "no-rdma",
             Unavailable::NoScratch { .. } => "no-scratch",
             Unavailable::NoSums { .. } => "no-sums",
-            Unavailable::CameBy(_) => "came-by",
+            Unavailable::OtherTransport(_) => "came-by",
             Unavailable::NoConsent => "no-consent",
             Unavailable::NoFolder => "no-folder",
             Unavailable::BadFolder { .. } => "bad-folder",
@@ -188,7 +188,10 @@ impl fmt::Display for Unavailable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Unavailable::NoLibrary { library, why } => {
-                write!(f, "{library} cannot be opened ({why}): install the NVIDIA driver on this machine")
+                write!(
+                    f,
+                    "{library} cannot be opened ({why}): install the NVIDIA driver on this machine"
+                )
             }
             Unavailable::OldLibrary { library, symbol } => {
                 write!(f, "{library} has no function {symbol}: install a newer NVIDIA driver")
@@ -196,80 +199,124 @@ impl fmt::Display for Unavailable {
             Unavailable::NoDevice { wanted, found: 0 } => {
                 write!(
                     f,
-                    "there is no GPU here for the driver, so no device {wanted}; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+                    "the driver finds no GPU, so there is no device {wanted}; check nvidia-smi \
+                     and CUDA_VISIBLE_DEVICES"
                 )
             }
             Unavailable::NoDevice { wanted, found } => {
-                write!(f, "there is no device {wanted}: they are numbered from 0 to {}", found.saturating_sub(1))
+                write!(
+                    f,
+                    "there is no device {wanted}: the numbers are 0 to {}",
+                    found.saturating_sub(1)
+                )
             }
             Unavailable::NoDmaBuf { device } => {
                 write!(
                     f,
-                    "{device} does not export its memory as dma-buf, which takes the open kernel modules of the driver"
+                    "{device} does not export its memory as dma-buf; this needs the open kernel \
+                     modules of the driver"
                 )
             }
             Unavailable::NoFlush { device } => {
                 write!(
                     f,
-                    "{device} does not see by itself what others write into its memory, and cannot be told to from here"
+                    "{device} does not notice by itself when others write to its memory, and \
+                     cannot be made to"
                 )
             }
             Unavailable::NotPinned(e) => write!(f, "no host memory could be pinned: {e}"),
-            Unavailable::NoRdma { why } => write!(f, "no storage server is reached by RDMA: {why}"),
+            Unavailable::NoRdma { why } => {
+                write!(f, "no storage server is reached by RDMA: {why}")
+            }
             Unavailable::NoScratch { why } => {
                 write!(
                     f,
-                    "its self-test needs a file without a name in the root of the file system, which failed: {why}"
+                    "its self-test needs an unnamed file in the root of the file system, and \
+                     could not create one: {why}"
                 )
             }
             Unavailable::NoSums { why } => {
-                write!(f, "storage servers take no bytes without checksums, and the device makes none: {why}")
+                write!(
+                    f,
+                    "storage servers accept no bytes without checksums, and the device \
+                           computes none: {why}"
+                )
             }
-            Unavailable::CameBy(road) => write!(f, "bytes of a part took another road than it stands for: {road}"),
-            Unavailable::NoConsent => {
-                f.write_str("the device does not verify its bytes, and accept_oss_checksum is not set")
+            Unavailable::OtherTransport(road) => write!(
+                f,
+                "bytes of a part took another transport than this tier stands for: {road}"
+            ),
+            Unavailable::NoConsent => f.write_str(
+                "the device does not verify its bytes, and accept_oss_checksum is not set",
+            ),
+            Unavailable::NoFolder => f.write_str(
+                "no folder with copies on this node was given (`local`); `strake gds \
+                             stage` makes copies",
+            ),
+            Unavailable::BadFolder { dir, why } => {
+                write!(f, "'{dir}' holds no copies that cuFile could read: {why}")
             }
-            Unavailable::NoFolder => {
-                f.write_str("no folder with copies on this node is named (`local`): `strake gds stage` makes them")
-            }
-            Unavailable::BadFolder { dir, why } => write!(f, "'{dir}' holds no copies that cuFile could read: {why}"),
             Unavailable::NoModules { why } => {
-                write!(f, "cuFile would hang on this machine, where it lacks a file ({why})")
+                write!(f, "cuFile would hang on this machine, because it lacks a file ({why})")
             }
             Unavailable::OwnCuFile => f.write_str(
-                "libcufile is StrakeFS's own library in this process, and NVIDIA's would call into that one",
+                "libcufile in this process is StrakeFS's own library, and NVIDIA's would call it",
             ),
-            Unavailable::NoCuFile { why } => write!(f, "there is no libcufile of NVIDIA's: {why}"),
+            Unavailable::NoCuFile { why } => {
+                write!(f, "NVIDIA's libcufile is not available: {why}")
+            }
             Unavailable::OldCuFile { library, symbol } => {
-                write!(f, "{library} has no function {symbol}: it takes cuFile 1.15 or newer")
+                write!(f, "{library} has no function {symbol}: cuFile 1.15 or newer is needed")
             }
             Unavailable::CuFile { why } => write!(f, "cuFile cannot be used: {why}"),
             Unavailable::NoProbe { program, why } => {
-                write!(f, "cuFile may hang, so that `{program}` is to open it first, which cannot be started: {why}")
+                write!(
+                    f,
+                    "cuFile may hang, so `{program}` must open it first, and that cannot be \
+                           started: {why}"
+                )
             }
             Unavailable::NotSealed { ino } => write!(
                 f,
-                "inode {ino:#x} is not sealed, and only sealed files have copies: `lfs seal`, then `strake gds stage`"
+                "inode {ino:#x} is not sealed, and only sealed files have copies: run `lfs seal`, \
+                 then `strake gds stage`"
             ),
-            Unavailable::NoCopy { ino, why } => write!(f, "inode {ino:#x} has no copy on this node: {why}"),
-            Unavailable::LoadsOnly => f.write_str("a copy is only read: nothing is saved to it"),
-            Unavailable::NotTested => f.write_str("not tested yet: `strake gds probe` tests"),
+            Unavailable::NoCopy { ino, why } => {
+                write!(f, "inode {ino:#x} has no copy on this node: {why}")
+            }
+            Unavailable::LoadsOnly => {
+                f.write_str("copies are read only: nothing can be saved to them")
+            }
+            Unavailable::NotTested => f.write_str("not tested yet: run `strake gds probe`"),
             Unavailable::TestStopped(e) => write!(f, "the self-test could not be run: {e}"),
             Unavailable::TestFailed { at } => {
                 write!(
                     f,
-                    "the self-test read back other bytes than it had written, from byte {at} on: do not trust this device"
+                    "the self-test read back other bytes than it wrote, from byte {at} on: do not \
+                     trust this device"
                 )
             }
-            Unavailable::Lost(e) => write!(f, "it failed in a call and has passed no self-test since: {e}"),
+            Unavailable::Lost(e) => {
+                write!(f, "it failed in a call and has passed no self-test since: {e}")
+            }
             Unavailable::Resting(e) => {
-                write!(f, "it failed in a call, and those that may take another tier leave it alone for a while: {e}")
+                write!(
+                    f,
+                    "it failed in a call; calls that may use another tier avoid it for a \
+                           while: {e}"
+                )
             }
             Unavailable::Device(e) => write!(f, "the device cannot be used: {e}"),
             Unavailable::Hung { seconds } => {
-                write!(f, "no answer in {seconds} s: the driver hangs, and so would every program that uses it")
+                write!(
+                    f,
+                    "no answer in {seconds} s: the driver hangs, and would hang every \
+                           program that uses it"
+                )
             }
-            Unavailable::Died { how } => write!(f, "the program that looked {how} before it had an answer"),
+            Unavailable::Died { how } => {
+                write!(f, "the probing program {how} before it had an answer")
+            }
         }
     }
 }
@@ -293,7 +340,7 @@ pub(crate) mod tests {
             Unavailable::NoRdma { why: "there is no device".into() },
             Unavailable::NoScratch { why: "permission denied".into() },
             Unavailable::NoSums { why: "it has no kernel".into() },
-            Unavailable::CameBy(Road::Tcp),
+            Unavailable::OtherTransport(Road::Tcp),
             Unavailable::NoConsent,
             Unavailable::NoFolder,
             Unavailable::BadFolder {
@@ -333,7 +380,7 @@ pub(crate) mod tests {
                 | Unavailable::NoRdma { .. }
                 | Unavailable::NoScratch { .. }
                 | Unavailable::NoSums { .. }
-                | Unavailable::CameBy(_)
+                | Unavailable::OtherTransport(_)
                 | Unavailable::NoConsent
                 | Unavailable::NoFolder
                 | Unavailable::BadFolder { .. }

@@ -194,7 +194,7 @@ impl fmt::Display for Report {
         }
         for s in &self.switches {
             let to = s.to.map_or("nothing", Tier::name);
-            write!(f, "; after {} bytes from {} to {to}: {}", s.after, s.from, s.why)?;
+            write!(f, "; after {} bytes, from {} to {to}: {}", s.after, s.from, s.why)?;
         }
         for (tier, why) in &self.unavailable {
             write!(f, "; {tier}: {why}")?;

@@ -51,10 +51,10 @@ pub fn header_len(prefix: &[u8], size: u64) -> Result<usize> {
     let prefix = prefix.first_chunk::<PREFIX>().ok_or_else(|| bad("it has fewer than 8 bytes"))?;
     let n = u64::from_le_bytes(*prefix);
     if n > LONGEST {
-        return Err(bad(format!("a header of {n} bytes is announced, more than {LONGEST}")));
+        return Err(bad(format!("it announces a header of {n} bytes, more than {LONGEST}")));
     }
     if n > size.saturating_sub(PREFIX as u64) {
-        return Err(bad(format!("a header of {n} bytes is announced, and the file has {size}")));
+        return Err(bad(format!("it announces a header of {n} bytes, but has {size} bytes")));
     }
     Ok(n as usize)
 }
@@ -65,7 +65,7 @@ impl Header {
     /// the header to the end without gaps.
     pub fn parse(json: &[u8], size: u64) -> Result<Header> {
         if json.first() != Some(&b'{') {
-            return Err(bad("its header does not begin with '{'"));
+            return Err(bad("its header does not start with '{'"));
         }
         let m: Metadata = serde_json::from_slice(json).map_err(|e| bad(format!("header: {e}")))?;
         let data = (PREFIX + json.len()) as u64;
@@ -73,10 +73,10 @@ impl Header {
             .checked_add(m.data_len() as u64)
             .ok_or_else(|| bad("its tensors are larger than any file"))?;
         if end != size {
-            return Err(bad(format!("its tensors end at byte {end}, and the file has {size}")));
+            return Err(bad(format!("its tensors end at byte {end}, but it has {size} bytes")));
         }
         let tensor = |name: String| {
-            let i = m.info(&name).ok_or_else(|| bad(format!("tensor '{name}' is there twice")))?;
+            let i = m.info(&name).ok_or_else(|| bad(format!("it has tensor '{name}' twice")))?;
             let (begin, end) = i.data_offsets;
             let (offset, len) = (data + begin as u64, (end - begin) as u64);
             Ok(Tensor { name, dtype: i.dtype, shape: i.shape.clone(), offset, len })
@@ -132,7 +132,7 @@ pub fn build(tensors: &[New], notes: &BTreeMap<String, String>) -> Result<(Vec<u
     let mut names = HashSet::new();
     for t in tensors {
         if t.name == "__metadata__" {
-            return Err(inval(t, "the format keeps this name for itself"));
+            return Err(inval(t, "this name is reserved by the format"));
         }
         if !names.insert(&t.name) {
             return Err(inval(t, "is given twice"));
@@ -146,7 +146,7 @@ pub fn build(tensors: &[New], notes: &BTreeMap<String, String>) -> Result<(Vec<u
         let len = bits
             .filter(|n| n % 8 == 0)
             .map(|n| n / 8)
-            .ok_or_else(|| inval(t, "has no whole number of bytes"))?;
+            .ok_or_else(|| inval(t, "is not a whole number of bytes long"))?;
         let end = at.checked_add(len).ok_or_else(|| inval(t, "is larger than any file"))?;
         infos.push((
             t.name.clone(),
@@ -158,7 +158,7 @@ pub fn build(tensors: &[New], notes: &BTreeMap<String, String>) -> Result<(Vec<u
     let notes =
         (!notes.is_empty()).then(|| notes.iter().map(|(k, v)| (k.clone(), v.clone())).collect());
     let wrong = |e: &dyn std::fmt::Display| {
-        Error::new(Code::Inval, format!("the header cannot be made: {e}"))
+        Error::new(Code::Inval, format!("the header cannot be written: {e}"))
     };
     let m = Metadata::new(notes, infos).map_err(|e| wrong(&e))?;
     let mut json = serde_json::to_vec(&m).map_err(|e| wrong(&e))?;
@@ -272,7 +272,7 @@ mod tests {
         assert_eq!((names, h.layout().1), (vec!["wide", "half", "small"], 21));
         for (bad, word) in [
             (vec![new("a", Dtype::U8, &[1], 0), new("a", Dtype::U8, &[1], 0)], "twice"),
-            (vec![new("__metadata__", Dtype::U8, &[1], 0)], "for itself"),
+            (vec![new("__metadata__", Dtype::U8, &[1], 0)], "reserved by the format"),
             (vec![new("a", Dtype::F4, &[1], 0)], "whole number"),
             (vec![new("a", Dtype::U8, &[usize::MAX, 2], 0)], "whole number"),
         ] {

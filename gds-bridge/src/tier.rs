@@ -69,7 +69,7 @@ impl FromStr for Tier {
     fn from_str(s: &str) -> Result<Tier> {
         Tier::ALL.into_iter().find(|t| t.name() == s).ok_or_else(|| {
             let names = Tier::ALL.map(Tier::name).join(", ");
-            Error::new(Code::Inval, format!("`{s}` is no tier; the tiers are {names}"))
+            Error::new(Code::Inval, format!("`{s}` is not a tier; the tiers are {names}"))
         })
     }
 }
@@ -133,7 +133,7 @@ impl FromStr for Policy {
             Some(("at-least", tier)) => Ok(Policy::AtLeast(tier.parse()?)),
             _ => Err(Error::new(
                 Code::Inval,
-                format!("`{s}` is no policy: prefer, at-least:TIER or require:TIER is"),
+                format!("`{s}` is not a policy; expected prefer, at-least:TIER or require:TIER"),
             )),
         }
     }

@@ -97,7 +97,7 @@ impl Record {
 
     pub(crate) fn parse(text: &str) -> Result<Record> {
         let bad =
-            || Error::new(Code::Corrupt, "not what a metadata server wrote; restore the file");
+            || Error::new(Code::Corrupt, "a metadata server did not write this; restore the file");
         let mut lines = text.lines();
         let version = lines
             .next()

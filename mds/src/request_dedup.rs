@@ -48,7 +48,7 @@ pub enum Begun {
 fn given_up(seq: u64) -> Error {
     Error::new(
         Code::ReplyGone,
-        format!("the sender of request {seq} waits for no answer to it any more"),
+        format!("the sender of request {seq} no longer waits for an answer to it"),
     )
 }
 
@@ -70,7 +70,7 @@ impl RequestDedup {
             Some(Attempt::Looked) => {
                 return Err(Error::new(
                     Code::Overloaded,
-                    "an earlier attempt at the same request is looked at",
+                    "an earlier attempt at the same request is still in progress",
                 ));
             }
             Some(Attempt::Proposed(open)) => {

@@ -79,7 +79,7 @@ impl TrimStep {
         if (next.seq, next.index) <= from || next.seq > u64::from(gone) {
             return Err(Error::new(
                 Code::Protocol,
-                "a storage server's TRIM does not come forward",
+                "a storage server makes no progress with a trim",
             ));
         }
         Ok(next)

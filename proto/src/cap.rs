@@ -140,7 +140,7 @@ impl CapKey {
         let b: &[u8; CAP_LEN] = b.try_into().map_err(|_| bad("capability is not 64 bytes"))?;
         let tag = mac(&self.0, &[&b[..48]]);
         if !same_bytes(&tag[..16], &b[48..]) {
-            return Err(bad("capability was not made by this cluster's mds"));
+            return Err(bad("capability was not signed by this cluster's metadata servers"));
         }
         let c = peek(b);
         c.check_expiry(now_ms)?;

@@ -263,11 +263,11 @@ impl DataRequest {
         let cap = if flags & FLAG_CAP != 0 { Some(r.take::<CAP_LEN>()?) } else { None };
         let round = if flags & FLAG_ROUND != 0 { r.u64()? } else { 0 };
         if flags & FLAG_ROUND != 0 && round == 0 {
-            return Err(bad("a round of 0 is not sent"));
+            return Err(bad("a round of 0 is never sent"));
         }
         let heard = if flags & FLAG_HEARD != 0 { r.u64()? } else { 0 };
         if flags & FLAG_HEARD != 0 && heard == 0 {
-            return Err(bad("a time of 0 is not sent"));
+            return Err(bad("a time of 0 is never sent"));
         }
         let sums = (0..sums).map(|_| r.u32()).collect::<Result<_>>()?;
         let writers = (0..writers)
@@ -412,7 +412,7 @@ impl Clock {
         r.u32()?;
         r.end()?;
         if now == 0 || life == 0 {
-            return Err(bad("a clock at which it is never"));
+            return Err(bad("the clock value is invalid"));
         }
         Ok(Clock { now, life })
     }
@@ -533,14 +533,14 @@ impl Extents {
             let is_whole =
                 u64::from(e.offset).is_multiple_of(4096) && end.is_multiple_of(4096) && e.len > 0;
             if !is_whole || end > MAX_CHUNK || (e.index, e.offset) < at {
-                return Err(bad("an extent out of its place"));
+                return Err(bad("an extent is out of place"));
             }
             (at, sum) = ((e.index, end as u32), sum + u64::from(e.len));
             found.push(e);
         }
         r.end()?;
         if next.is_some_and(|n| n < at || n <= from) || (count > 0 && sum > bytes) {
-            return Err(bad("extents that do not fit together"));
+            return Err(bad("the extents do not fit together"));
         }
         Ok(Extents { found, bytes, next })
     }

@@ -41,7 +41,7 @@ impl Incarnation {
         if era == 0 || era >= u64::from(u16::MAX) {
             return Err(Error::new(
                 Code::Inval,
-                format!("era {era} is none that a recovery can begin (1 to 65534)"),
+                format!("era {era} is not possible for a recovery (1 to 65534)"),
             ));
         }
         Ok(Incarnation(era << ERA_SHIFT | random & RANDOM))

@@ -60,7 +60,7 @@ fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 
 /// The UUID in an answer, if the answer is valid.
 fn check(answer: &[u8], bytes: usize) -> Result<[u8; 16]> {
-    let not_ours = || Error::new(Code::Inval, "this is no answer of a StrakeFS mount");
+    let not_ours = || Error::new(Code::Inval, "this is not an answer of a StrakeFS mount");
     if answer.len() < bytes || answer[..8] != MAGIC {
         return Err(not_ours());
     }
@@ -68,7 +68,8 @@ fn check(answer: &[u8], bytes: usize) -> Result<[u8; 16]> {
         (u32::from_ne_bytes(array(answer, 8)), u32::from_ne_bytes(array(answer, 12)));
     if version != VERSION || size as usize != bytes {
         let m = format!(
-            "the mount answers in version {version} with {size} bytes; version {VERSION} with {bytes} is known here"
+            "the mount answers in version {version} with {size} bytes; this program knows version \
+             {VERSION} with {bytes} bytes"
         );
         return Err(Error::new(Code::OpNotSupp, m));
     }
@@ -123,7 +124,7 @@ impl Servers {
         let text = answer[HEAD + 8..SERVERS_BYTES].get(..len);
         let text = text.and_then(|t| std::str::from_utf8(t).ok());
         let text = text.ok_or_else(|| {
-            Error::new(Code::Inval, "the mount's list of metadata servers is no text")
+            Error::new(Code::Inval, "the mount's list of metadata servers is not text")
         })?;
         Ok(Servers { uuid, endpoints: text.into() })
     }

@@ -70,10 +70,7 @@ impl ClientKey {
 pub fn read(path: &Path) -> Result<[u8; 32]> {
     let text = private(path)?;
     decode_hex(text.trim()).ok_or_else(|| match ClientKey::parse(&text) {
-        Some(_) => invalid(
-            path,
-            "is a key of clients, which is not enough here; the servers have the cluster key",
-        ),
+        Some(_) => invalid(path, "is a client key; a server needs the cluster key here"),
         None => invalid(path, "is not 64 hexadecimal digits"),
     })
 }
@@ -95,7 +92,7 @@ fn invalid(path: &Path, m: &str) -> Error {
 fn private(path: &Path) -> Result<String> {
     let meta = fs::metadata(path).map_err(|e| about(path, e))?;
     if meta.permissions().mode() & 0o077 != 0 {
-        return Err(invalid(path, "is readable by others; run chmod 600 on it"));
+        return Err(invalid(path, "can be read by other users; run chmod 600 on it"));
     }
     fs::read_to_string(path).map_err(|e| about(path, e))
 }

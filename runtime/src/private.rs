@@ -57,13 +57,15 @@ pub fn mend_all(folder: &Path) {
     if mended > 0 {
         let at = folder.display();
         tracing::warn!(
-            "{at}: other users could read or reach {mended} files and folders; they are the owner's alone now"
+            "{at}: other users could read or reach {mended} files and folders; now only the owner \
+             can"
         );
     }
     if let Some((path, e)) = failed {
         let at = path.display();
         tracing::warn!(
-            "{at}: other users may read it, and that could not be taken away: {e}; run chmod go= on it as its owner"
+            "{at}: other users may read it, and this process could not change that: {e}; run \
+             chmod go= on it as its owner"
         );
     }
 }

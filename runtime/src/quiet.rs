@@ -33,7 +33,7 @@ impl Quiet {
         let line = short(line());
         match left_out {
             0 => tracing::warn!("{line}"),
-            n => tracing::warn!("{line} (before that {n} lines like it were left out)"),
+            n => tracing::warn!("{line} ({n} similar lines before it were left out)"),
         }
     }
 

@@ -59,7 +59,7 @@ impl SharedMemory {
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
-                "the kept memory could shrink while it is mapped",
+                "the shared memory could shrink while it is mapped",
             ));
         }
         let prot = ProtFlags::READ | ProtFlags::WRITE;
@@ -120,7 +120,7 @@ impl SharedMemory {
         assert!(offset.is_multiple_of(WORD), "word at {offset}");
         assert!(
             offset.checked_add(WORD).is_some_and(|end| end <= self.len),
-            "the word at {offset} is not within the kept memory"
+            "the word at {offset} is not within the shared memory"
         );
         // SAFETY: 8 aligned bytes inside the mapping, as just checked, which lives as long as
         // `self`; all access to them is atomic.
@@ -159,7 +159,7 @@ impl Records {
     ) -> (Arc<Records>, Vec<Record>) {
         assert!(
             offset + Records::size(words, count) <= memory.len(),
-            "a table beyond the kept memory"
+            "a table beyond the end of the shared memory"
         );
         let table = Arc::new(Records { memory, offset, words, free: Mutex::default() });
         let size = (words + 1) * WORD;
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "within the kept memory")]
+    #[should_panic(expected = "within the shared memory")]
     fn no_word_beyond_the_end() {
         SharedMemory::create(4096).unwrap().word(4096);
     }

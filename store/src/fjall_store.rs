@@ -174,9 +174,7 @@ impl FjallStore {
                 Ok(open) => drop(open),
                 Err(open) => {
                     state.open = Some(open);
-                    return refused(
-                        "it takes writes again when what is being read from it has been read",
-                    );
+                    return refused("it takes writes again when all reads in progress have ended");
                 }
             }
         }
@@ -220,10 +218,10 @@ impl FjallStore {
             && let Err(open) = Arc::try_unwrap(open).map(drop)
         {
             state.open = Some(open);
-            return Err(Error::new(Code::Busy, "metadata store: it is still read"));
+            return Err(Error::new(Code::Busy, "metadata store: reads are still in progress"));
         }
         let what =
-            |e: Error| e.context(format!("metadata store {}, made anew", self.path.display()));
+            |e: Error| e.context(format!("metadata store {}, created again", self.path.display()));
         remove_contents(&self.path).map_err(|e| what(e.into()))?;
         state.open = Some(Arc::new(Open::at(&self.path, &self.options).map_err(what)?));
         (state.failure, state.unknown) = (None, None);
@@ -243,7 +241,7 @@ fn remove_contents(path: &Path) -> std::io::Result<()> {
 }
 
 fn closed() -> Error {
-    Error::new(Code::NoSpc, "metadata store: it could not be opened again after the disk was full")
+    Error::new(Code::NoSpc, "metadata store: cannot be opened again after the disk was full")
 }
 
 impl State {
@@ -320,7 +318,8 @@ impl Open {
             Err(fjall::Error::JournalRecovery(e)) => match journal::cut_torn_end(path)? {
                 Some(bytes) => {
                     let path = path.display();
-                    tracing::warn!(%path, "the journal is cut before a torn batch ({e:?}), as after a loss of power; {bytes} bytes go");
+                    tracing::warn!(%path, "cut the journal before a torn batch ({e:?}), as after \
+                        a loss of power; {bytes} bytes are dropped");
                     open()
                 }
                 None => Err(fjall::Error::JournalRecovery(e)),

@@ -34,7 +34,7 @@ pub fn make_folder(path: &Path) -> Result<()> {
         Err(e) if e.kind() == ErrorKind::NotFound => {
             let above = above.display();
             let m = format!(
-                "{}: the folder {above} does not exist; mount its disk, or make it",
+                "{}: the folder {above} does not exist; mount its disk, or create it",
                 path.display()
             );
             return Err(Error::new(Code::NoEnt, m));

@@ -37,7 +37,10 @@ pub fn check(path: &Path) -> Result<()> {
 
 fn check_list(keyspace: &Path, current: &[u8]) -> Result<()> {
     let damaged = |at: PathBuf| {
-        Error::new(Code::Corrupt, format!("{} is not as it was written", at.display()))
+        Error::new(
+            Code::Corrupt,
+            format!("{} is damaged: it differs from what was written", at.display()),
+        )
     };
     let parts = current
         .split_first_chunk::<8>()
@@ -80,7 +83,8 @@ mod tests {
                         .err()
                         .unwrap_or_else(|| panic!("{name}: bit {bit}"));
                     assert!(
-                        e.code == Code::Corrupt && e.message.contains("is not as it was written"),
+                        e.code == Code::Corrupt
+                            && e.message.contains("differs from what was written"),
                         "{name}: bit {bit}: {e}"
                     );
                     hit += 1;

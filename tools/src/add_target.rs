@@ -30,21 +30,21 @@ pub struct AddArgs {
     /// Folder of a local cluster (see `strake up`).
     #[arg(long, default_value = "strake-cluster")]
     dir: PathBuf,
-    /// The storage server's configuration file, instead of a local cluster; on the server's
-    /// machine.
+    /// The storage server's configuration file, instead of a local cluster. Run this on the
+    /// server's machine.
     #[arg(long, conflicts_with_all = ["server", "dir"], requires = "path")]
     config: Option<PathBuf>,
-    /// Folder of the target: absent or empty, or with a target of this cluster.
+    /// Folder of the target. It is absent or empty, or it holds a target of this cluster.
     #[arg(long, requires = "config")]
     path: Option<PathBuf>,
-    /// Size of the file that holds its data, GiB.
+    /// Size of the file that holds the target's data, in GiB.
     #[arg(long, conflicts_with = "device", value_parser = clap::value_parser!(u64).range(1..=MAX_TARGET_GIB))]
     size_gib: Option<u64>,
-    /// Block device or NVMe namespace (/dev/ngXnY) that holds its data, instead of a file; or
+    /// Block device or NVMe namespace (/dev/ngXnY) that holds the data, instead of a file; or
     /// spdk:TRANSPORT-ID.
     #[arg(long, requires = "config")]
     device: Option<PathBuf>,
-    /// The device need not be blank: all that is on it is lost.
+    /// Use the device even if it is not blank. All data on it is lost.
     #[arg(long, requires = "device")]
     force: bool,
     /// Print the outcome as JSON.
@@ -72,7 +72,8 @@ pub fn run(a: &AddArgs) -> Result<ExitCode> {
         new => {
             let names: Vec<String> = new.iter().map(u32::to_string).collect();
             format!(
-                "target {} is new; data moves there by itself: `strake target list` shows it",
+                "target {} was added; data moves there by itself: `strake target list` shows the \
+                 progress",
                 names.join(", ")
             )
         }
@@ -95,7 +96,7 @@ fn taken_back(e: Error, back: impl FnOnce() -> Result<()>) -> Error {
     match back() {
         Ok(()) => e.context("nothing was added"),
         Err(b) => e.context(format_args!(
-            "the target is not added but still in the configuration ({b}); take it out"
+            "the target was not added, but it is still in the configuration ({b}); remove it there"
         )),
     }
 }
@@ -126,7 +127,10 @@ fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
     let path = std::path::absolute(path)?;
     let after = with_target(&before, &path, a, a.force)?;
     let cfg = serve::oss_config(&config.display().to_string(), &after).map_err(|e| {
-        e.context("with one more [[oss.targets]] at its end it would be no configuration of a storage server; add the target by hand")
+        e.context(
+            "with one more [[oss.targets]] at its end it is no valid configuration of a \
+                   storage server; add the target by hand",
+        )
     })?;
     if cfg.targets.iter().filter(|t| t.path == path).count() > 1 {
         return Err(Error::new(
@@ -135,7 +139,8 @@ fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
         ));
     }
     let admin = cfg.admin.ok_or_else(|| {
-        let m = "has no `admin` address, so the server cannot be told: add the target there by hand and restart it";
+        let m = "has no `admin` address, so the server cannot be told: add the target there by \
+                 hand and restart the server";
         Error::new(Code::Inval, format!("{} {m}", config.display()))
     })?;
     let key = file::read_key(&serve::cluster_key_of(&before)?)?;
@@ -179,10 +184,7 @@ fn whole(device: &Path) -> Result<PathBuf> {
 
 fn quoted(path: &Path) -> Result<toml::Value> {
     let text = path.to_str().ok_or_else(|| {
-        Error::new(
-            Code::Inval,
-            format!("{} is not UTF-8, which a configuration must be", path.display()),
-        )
+        Error::new(Code::Inval, format!("{} is not UTF-8; a configuration must be", path.display()))
     })?;
     Ok(toml::Value::String(text.into()))
 }
@@ -209,7 +211,7 @@ fn tell(admin: &str, key: &[u8; 32]) -> Result<Vec<u32>> {
         let server = tokio::time::timeout(status::PATIENCE, status::admin(admin, key)).await;
         let server = server.unwrap_or_else(|_| Err(Error::new(Code::Disconnected, admin)));
         let mut server =
-            server.map_err(|e| e.context("the storage server does not answer, start it first"))?;
+            server.map_err(|e| e.context("the storage server does not answer; start it first"))?;
         match tokio::time::timeout(PATIENCE, server.add_targets(pb::AddTargetsRequest {})).await {
             Ok(Ok(answer)) => Ok(answer.into_inner().targets),
             Ok(Err(e)) if matches!(e.code(), FailedPrecondition | Unimplemented) => {

@@ -13,8 +13,8 @@ pub struct ClientKeyArgs {
     /// File with the cluster key.
     #[arg(long, env = status::KEY_VARIABLE)]
     cluster_key: PathBuf,
-    /// File to write, which only its owner may read; one of this cluster that lacks something is
-    /// completed. Else it is printed.
+    /// File to write. Only its owner may read it. A key file of this cluster that lacks a line is
+    /// completed. Without this option the key is printed.
     #[arg(long, short)]
     output: Option<PathBuf>,
 }
@@ -25,7 +25,7 @@ pub fn run(args: &ClientKeyArgs) -> Result<ExitCode> {
         None => print!("{}", key.text()),
         Some(path) => match config::write_client_key(path, &key)? {
             true => println!("wrote {}", path.display()),
-            false => println!("{} is as it should be", path.display()),
+            false => println!("{} is complete; nothing was changed", path.display()),
         },
     }
     Ok(ExitCode::SUCCESS)

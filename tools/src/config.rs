@@ -100,7 +100,8 @@ fn check_log(filter: &str) -> Result<()> {
         };
         if !good {
             let m = format!(
-                "log filter '{part}': expected error, warn, info, debug, trace, off, or MODULE=LEVEL, by commas"
+                "log filter '{part}': expected error, warn, info, debug, trace, off, or \
+                 MODULE=LEVEL, separated by commas"
             );
             return Err(invalid(m));
         }
@@ -138,7 +139,7 @@ pub fn write_client_key(path: &Path, key: &ClientKey) -> Result<bool> {
     let had = read_client(path)?;
     if had.key != key.key {
         let m = format!(
-            "key file {}: is of another cluster; remove it, or name another file",
+            "key file {}: belongs to another cluster; remove it, or name another file",
             path.display()
         );
         return Err(Error::new(Code::Exist, m));
@@ -300,7 +301,7 @@ mod tests {
             write_client_key(&path, &ClientKey::of(&[2; 32])).unwrap_err().code,
             Code::Exist
         );
-        assert!(read_key(&path).unwrap_err().message.contains("a key of clients"));
+        assert!(read_key(&path).unwrap_err().message.contains("a client key"));
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left there");
     }
 

@@ -28,10 +28,10 @@ pub struct FsckArgs {
     /// Also read every byte of every file and check its checksums.
     #[arg(long)]
     read_data: bool,
-    /// Repair what can be repaired safely while the file system is in use: leaked chunks, chunks
-    /// beyond the end of their file, misplaced ones that are beyond it or that their chain has,
-    /// too, tombstones that nobody needs, and names of inodes that do not exist. Looks again
-    /// afterwards.
+    /// Repair what can be repaired safely while the file system is in use, and check again
+    /// afterwards. Repairs: leaked chunks; chunks beyond the end of their file; misplaced chunks
+    /// that are beyond the end or that their right chain has, too; tombstones that are no longer
+    /// needed; names of inodes that do not exist.
     #[arg(long)]
     repair: bool,
     /// Print the outcome as JSON.
@@ -114,7 +114,7 @@ fn report(o: &Outcome, fates: Option<&[Fate]>, as_json: bool) {
         if o.pending > 0 { format!(" ({} pending deletion)", o.pending) } else { String::new() };
     if o.tombstones > 0 && fates.is_none() {
         println!(
-            "{} tombstones of removed files take some space; --repair has them forgotten",
+            "{} tombstones of removed files take some space; --repair removes them",
             o.tombstones
         );
     }

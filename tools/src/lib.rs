@@ -163,7 +163,7 @@ fn run<T>(threads: usize, future: impl Future<Output = Result<T>>) -> Result<T> 
     if threads > MAX_THREADS {
         return Err(Error::new(
             Code::Inval,
-            format!("`threads` is at most {MAX_THREADS}; 0 is one per core"),
+            format!("`threads` is at most {MAX_THREADS}; 0 means one per core"),
         ));
     }
     let mut builder = tokio::runtime::Builder::new_multi_thread();

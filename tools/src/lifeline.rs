@@ -47,7 +47,7 @@ impl Lifeline {
         fs::create_dir_all(folder).map_err(failed)?;
         // A folder that the configuration names may be used for other things, too.
         if default_folder().as_deref() == Some(folder) {
-            mend(folder);
+            make_private(folder);
         }
         let cluster = mds.join(",");
         let (dead, files) = look(folder, &cluster).map_err(failed)?;
@@ -62,7 +62,7 @@ impl Lifeline {
             .open(&hidden)
             .map_err(failed)?;
         file.try_lock().map_err(|_| {
-            Error::new(Code::Busy, format!("{}: locked by another", hidden.display()))
+            Error::new(Code::Busy, format!("{}: locked by another process", hidden.display()))
         })?;
         file.write_all(format!("{name} {cluster}\n").as_bytes()).map_err(failed)?;
         fs::rename(&hidden, &path).map_err(failed)?;
@@ -84,12 +84,9 @@ impl Drop for Lifeline {
 }
 
 /// Closes a file that an older version left readable to everybody.
-fn mend(path: &Path) {
-    if private::mend(path).is_ok_and(|mended| mended) {
-        tracing::warn!(
-            "{}: other users could read it; it is its owner's alone now",
-            path.display()
-        );
+fn make_private(path: &Path) {
+    if private::mend(path).is_ok_and(|changed| changed) {
+        tracing::warn!("{}: other users could read it; now only its owner can", path.display());
     }
 }
 
@@ -104,7 +101,7 @@ fn look(folder: &Path, cluster: &str) -> std::io::Result<(Vec<[u8; 16]>, Vec<Pat
         }
         // Gone in the meantime, or not readable for us: leave it alone.
         let Ok(file) = File::open(&path) else { continue };
-        mend(&path);
+        make_private(&path);
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => continue,

@@ -42,13 +42,13 @@ pub(crate) async fn files_on(
     match end {
         Ok(Ok(())) if lines.is_empty() => lines.push("  none".into()),
         Ok(Ok(())) => {}
-        Ok(Err(e)) => {
-            lines.push(format!("  not all files are known ({e}); `strake fsck` names them"))
-        }
+        Ok(Err(e)) => lines.push(format!(
+            "  the list of files is incomplete ({e}); `strake fsck` names all of them"
+        )),
         Err(_) => {
             let (n, s) = (found.files, PATIENCE.as_secs());
             lines.push(format!(
-                "  {n} files were looked at in {s} s, not all there are; `strake fsck` names them"
+                "  only {n} files were checked in {s} s; `strake fsck` names all of them"
             ));
         }
     }

@@ -18,14 +18,14 @@ use crate::{
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Show storage servers: their racks, how full they are, and what is on its way.
+    /// Show storage servers: their racks, how full they are, and what is moving.
     List(ListArgs),
-    /// Move everything on all targets of storage servers to other servers.
+    /// Move all data on the targets of storage servers to other servers.
     Drain(NodesArgs),
-    /// Let them stay.
+    /// Cancel a drain: data that has not moved yet stays.
     Keep(NodesArgs),
-    /// Take stopped storage servers, on which nothing is needed any more, out of the cluster with
-    /// all of their targets.
+    /// Remove stopped storage servers that hold no needed data from the cluster, with all of their
+    /// targets.
     Remove(NodesArgs),
 }
 
@@ -42,7 +42,7 @@ pub struct NodesArgs {
     node: Vec<String>,
     #[command(flatten)]
     reach: Reach,
-    /// Do not wait: it goes on by itself.
+    /// Do not wait; the drain goes on by itself.
     #[arg(long)]
     no_wait: bool,
 }

@@ -16,14 +16,14 @@ use pb::members_request::Change;
 pub enum Command {
     /// Show pools, their targets and how full they are.
     List(ListArgs),
-    /// Make a pool.
+    /// Create a pool.
     New(PoolArgs),
     /// Put targets into a pool.
     Add(MembersArgs),
-    /// Take targets out of a pool: what files of the pool have there moves to those that stay in
-    /// it.
+    /// Take targets out of a pool. Data that files of the pool have there moves to the remaining
+    /// targets of the pool.
     Remove(MembersArgs),
-    /// Remove a pool. Its files stay where they are, and are no longer kept together.
+    /// Remove a pool. Its files stay where they are, but are no longer kept together.
     Destroy(NameArgs),
 }
 

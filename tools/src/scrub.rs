@@ -22,10 +22,10 @@ pub struct ScrubArgs {
     /// What to do.
     #[arg(value_enum, default_value = "status")]
     what: What,
-    /// Only these targets, by number; repeatable.
+    /// Only these targets, by number. May be given several times.
     #[arg(long)]
     target: Vec<u32>,
-    /// Show progress until no pass is running any more, then the status.
+    /// Show progress until no pass is running, then the status.
     #[arg(long)]
     wait: bool,
     /// Folder of a local cluster (see `strake up`).
@@ -34,7 +34,7 @@ pub struct ScrubArgs {
     /// Admin addresses of the storage servers, HOST:PORT, instead of a local cluster.
     #[arg(long, value_delimiter = ',')]
     admin: Vec<String>,
-    /// Metadata servers, tcp:HOST:PORT, which know the paths of files.
+    /// Metadata servers, tcp:HOST:PORT, to look up the paths of damaged files.
     #[arg(long, value_delimiter = ',', requires = "admin")]
     mds: Vec<String>,
     /// File with the cluster key, for --admin [default: /etc/strake/cluster.key].
@@ -46,13 +46,13 @@ pub struct ScrubArgs {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum What {
-    /// Show how far the targets are and what was found damaged.
+    /// Show the progress of the targets and the damage found.
     Status,
-    /// Begin a pass at the first chunk now, at the full configured rate.
+    /// Start a pass at the first chunk now, at the full configured rate.
     Start,
-    /// Stop the pass, and begin no other until `start`, `resume` or a restart of the server.
+    /// Stop the pass. No other one starts until `start`, `resume` or a restart of the server.
     Stop,
-    /// Go on with what was stopped.
+    /// Continue a stopped pass.
     Resume,
 }
 
@@ -234,7 +234,7 @@ async fn until_done(servers: &Servers, targets: &[u32]) -> Result<Answers> {
         let eta = busy.iter().map(|s| s.eta_s).max().unwrap_or(0);
         let left = if eta > 0 { format!(", {} left", span(eta)) } else { String::new() };
         progress.say(format!(
-            "{} targets at work, {} of {} read{left}",
+            "{} targets are being scrubbed, {} of {} read{left}",
             busy.len(),
             size(bytes),
             size(total)
@@ -261,9 +261,9 @@ async fn name(answers: &Answers, mds: Option<(Vec<String>, ClientKey)>) -> Place
     };
     match tokio::time::timeout(PATHS, all).await {
         Ok(Ok(())) => {}
-        Ok(Err(e)) => eprintln!("strake: paths are not known: {e}"),
+        Ok(Err(e)) => eprintln!("strake: cannot look up paths: {e}"),
         Err(_) => eprintln!(
-            "strake: some paths are not known: the metadata servers took longer than {PATHS:?}"
+            "strake: some paths are missing: the metadata servers took longer than {PATHS:?}"
         ),
     }
     places
@@ -355,7 +355,7 @@ fn print(answers: &Answers, places: &Places) {
     }
     for (_, t) in &answers.targets {
         if !t.trouble.is_empty() {
-            println!("note: target {}: not everything could be looked at: {}", t.target, t.trouble);
+            println!("note: target {}: not everything could be checked: {}", t.target, t.trouble);
         }
         if t.skipped_chains > 0 {
             println!(
@@ -390,7 +390,7 @@ fn sentence(target: u32, f: &pb::DamageFinding, places: &Places) -> String {
             None => "its record was written again from memory".into(),
         },
         "lost" => format!("LOST: {}", f.cause),
-        "gone" => "written anew or removed since".into(),
+        "gone" => "overwritten or removed since".into(),
         _ => format!("not repaired yet: {}", f.cause),
     };
     format!("{file}: {bytes}, {chunk} on target {target}: {what}")

@@ -19,7 +19,7 @@ pub struct Common {
     /// Configuration file (TOML).
     #[arg(long, short)]
     config: Option<PathBuf>,
-    /// File with the cluster key; all servers of a cluster share it.
+    /// File with the cluster key. All servers of a cluster share it.
     #[arg(long)]
     cluster_key: Option<PathBuf>,
     /// Address for requests of clients and servers, tcp:HOST:PORT.
@@ -28,10 +28,10 @@ pub struct Common {
     /// Address for administration (gRPC), HOST:PORT.
     #[arg(long)]
     admin: Option<String>,
-    /// What to log: error, warn, info, debug, or per module.
+    /// What to log: error, warn, info or debug; or a level per module, MODULE=LEVEL.
     #[arg(long)]
     log: Option<String>,
-    /// Worker threads; 0 = one per core.
+    /// Worker threads; 0 means one per core.
     #[arg(long)]
     threads: Option<usize>,
 }
@@ -56,7 +56,7 @@ pub struct MdsArgs {
     group: Option<members::Command>,
     #[command(flatten)]
     common: Common,
-    /// This member's id in the metadata group, 1 or more.
+    /// Id of this server in the metadata group, 1 or more.
     #[arg(long)]
     id: Option<u64>,
     /// Folder for the Raft log and the metadata.
@@ -88,7 +88,7 @@ struct MdsFile {
     mds: strake_mds::server::Config,
 }
 
-/// The configuration file of an object storage server.
+/// The configuration file of a storage server.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct OssFile {
@@ -158,7 +158,7 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
         let mut hup = signal(SignalKind::hangup()).map_err(Error::from)?;
         let server =
             strake_oss::server::start_on_disk_with(file.oss, Env::system(), key, reread).await?;
-        tracing::info!("object storage server is up at {}", server.endpoint());
+        tracing::info!("storage server is up at {}", server.endpoint());
         let mut end = std::pin::pin!(until_signal());
         loop {
             tokio::select! {
@@ -204,7 +204,7 @@ fn raise_file_limit() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     if let Err(e) = setrlimit(Resource::Nofile, limit) {
-        tracing::warn!("the limit of open files stays as it is: {e}");
+        tracing::warn!("cannot raise the limit of open files: {e}");
     }
 }
 

@@ -172,9 +172,10 @@ impl Behind {
     /// Why it does not catch up, if it does not.
     pub fn why(&self) -> String {
         format!(
-            "{} has applied entry {} of {} and does not catch up: it counts for no majority. If its folder was lost or emptied, the others \
-             never take it back under its id: `strake mds replace` (docs/operations.md, 'Changing the group of metadata servers'); else see \
-             its log",
+            "{} has applied entry {} of {} and does not catch up, so it counts toward no \
+             majority. If its folder was lost or emptied, the others do not take it back under \
+             its id: run `strake mds replace` (docs/operations.md, 'Changing the group of \
+             metadata servers'). Otherwise see its log",
             self.name, self.applied, self.committed
         )
     }
@@ -301,10 +302,7 @@ fn print_nodes(answers: &Answers) {
         .filter(|s| s.follower_reads + s.follower_refusals > 0)
     {
         let (told, sent) = (s.follower_reads, s.follower_refusals);
-        println!(
-            "{}: {told} reads answered while it did not lead, {sent} sent to the leader",
-            s.name
-        );
+        println!("{}: {told} reads answered as a follower, {sent} sent to the leader", s.name);
     }
 }
 

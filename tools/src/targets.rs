@@ -37,23 +37,25 @@ pub(crate) use strake_mds::cluster::moves::target_action::KEEP;
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Give a storage server one more target, while it serves.
+    /// Add a target to a storage server while it serves.
     Add(AddArgs),
-    /// Show targets, how full they are, and what is on its way.
+    /// Show targets, how full they are, and what is moving.
     List(ListArgs),
-    /// Wait until nothing moves between targets any more, as after one was added; shows how far it
-    /// is.
+    /// Wait until no data moves between targets any more, for example after a target was added.
+    /// Shows the progress.
     Wait(ListArgs),
-    /// Move everything on targets to others, while the file system is used; waits for the end.
+    /// Move all data of targets to other targets while the file system is in use. Waits for the
+    /// end.
     Drain(DrainArgs),
-    /// Let draining targets stay: what has not moved yet does not.
+    /// Cancel a drain: data that has not moved yet stays. Also takes back a target that was given
+    /// up.
     Keep(TargetsArgs),
-    /// Say that dead targets never come back: what only they had is lost, and programs are told so
-    /// (EIO) instead of waiting.
+    /// Declare that dead targets never come back. Data that only they had is lost: programs get EIO
+    /// for it instead of waiting.
     GiveUp(TargetsArgs),
-    /// Take stopped targets, on which nothing is needed any more, out of the cluster.
+    /// Remove stopped targets that hold no needed data from the cluster.
     Remove(TargetsArgs),
-    /// Move everything on one target to another one where it may, the rest elsewhere.
+    /// Move the data of one target to another one. What that one cannot take moves elsewhere.
     Replace(ReplaceArgs),
 }
 
@@ -76,20 +78,20 @@ pub struct TargetsArgs {
 pub struct DrainArgs {
     #[command(flatten)]
     targets: TargetsArgs,
-    /// Do not wait: it goes on by itself.
+    /// Do not wait; the drain goes on by itself.
     #[arg(long)]
     no_wait: bool,
 }
 
 #[derive(Args)]
 pub struct ReplaceArgs {
-    /// The target that is emptied.
+    /// The target to empty.
     old: TargetId,
-    /// The one that takes what it has.
+    /// The target that takes its data.
     new: TargetId,
     #[command(flatten)]
     reach: Reach,
-    /// Do not wait: it goes on by itself.
+    /// Do not wait; the move goes on by itself.
     #[arg(long)]
     no_wait: bool,
 }
@@ -142,7 +144,8 @@ pub(crate) fn act(
             }
             (Err(e), _) if e.code == Code::TimedOut => {
                 eprintln!(
-                    "strake: {e}; what was accepted goes on by itself: `strake target list` shows how far it is"
+                    "strake: {e}; what was accepted goes on by itself: `strake target list` shows \
+                     the progress"
                 );
                 return Ok(ExitCode::from(UNFINISHED));
             }
@@ -187,7 +190,7 @@ pub(crate) async fn change_each(
 pub(crate) async fn remove(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
     let mut said = Vec::new();
     for target in ids {
-        match change_each(g, &[*target], REMOVE, "is no target any more").await {
+        match change_each(g, &[*target], REMOVE, "is no longer a target").await {
             Err(e) if e.code == Code::NoEnt && *target < g.map().await?.map.next_target => {
                 said.push(format!("target {target} was removed before"));
             }
@@ -205,13 +208,19 @@ fn lost(map: &MapView) -> BTreeSet<ChainId> {
 async fn give_up(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<String>> {
     let before = lost(&g.map().await?);
     let damaged = without_good_copy(reach).await?;
-    let mut said =
-        change_each(g, ids, GIVE_UP, "is given up; what others have of it moves").await?;
+    let mut said = change_each(
+        g,
+        ids,
+        GIVE_UP,
+        "is given up; its data is copied from other replicas where they have it",
+    )
+    .await?;
     said.extend(of_damage(damaged));
     let new: BTreeSet<ChainId> = lost(&g.map().await?).difference(&before).copied().collect();
     if !new.is_empty() {
         said.push(format!(
-            "nobody else had chains {}; those on which no file has data come back by themselves, what these files have on the others is lost (EIO):",
+            "no other target had chains {}. Those without file data start anew by themselves. \
+             These files have lost their data on the others (EIO):",
             list(&new)
         ));
         said.extend(files_on(reach, &new).await?);
@@ -227,7 +236,8 @@ async fn keep(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<Stri
     let back: BTreeSet<ChainId> = before.difference(&now).copied().collect();
     if !back.is_empty() {
         said.push(format!(
-            "chains {} are waited for again, and what these files have there; what was cut off them meanwhile comes back, too:",
+            "chains {} are waited for again, with the data of these files there. Bytes that were \
+             truncated meanwhile come back, too:",
             list(&back)
         ));
         said.extend(files_on(reach, &back).await?);
@@ -236,7 +246,7 @@ async fn keep(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<Stri
 }
 
 async fn files_on(reach: &Reach, chains: &BTreeSet<ChainId>) -> Result<Vec<String>> {
-    let (mds, key) = reach.ways()?;
+    let (mds, key) = reach.servers_and_key()?;
     Ok(losses::files_on(&mds, ClientKey::of(&key), chains).await)
 }
 
@@ -245,14 +255,14 @@ fn of_damage(damage: Damage) -> Vec<String> {
     let mut said = Vec::new();
     if !damage.lost.is_empty() {
         said.push(
-            "a target that is given up may hold the only good copy of what is damaged on the others \
-             (`strake target keep` takes it back):"
+            "a target that is given up may hold the only good copy of data that is damaged \
+             elsewhere (`strake target keep` takes it back):"
                 .into(),
         );
         said.extend(damage.lost);
     }
     if !damage.unknown.is_empty() {
-        said.push("whether something is damaged is not known of all storage servers:".into());
+        said.push("not all storage servers could be asked about damage:".into());
         said.extend(damage.unknown);
     }
     said
@@ -266,7 +276,7 @@ async fn without_good_copy(reach: &Reach) -> Result<Damage> {
         return Ok(Damage { unknown, ..Damage::default() });
     }
     let servers = Cluster::open(&reach.dir)?.admin_oss();
-    let (mds, key) = reach.ways()?;
+    let (mds, key) = reach.servers_and_key()?;
     Ok(scrub::without_good_copy(servers, mds, key).await)
 }
 
@@ -417,11 +427,13 @@ fn stuck(map: &MapView, ids: &[TargetId]) -> Error {
     };
     let why = match dead.is_empty() {
         true => {
-            let m = "no other storage server is alive that can take a copy and has none of it; add one, or start those that are down";
+            let m = "no living storage server can take one more copy; add a server, or start \
+                     those that are down";
             format!("chains {}: {m}", list(&other))
         }
         false => format!(
-            "chains {}: nobody alive is in sync; start the servers that hold them, or `strake target give-up` those that never come back",
+            "chains {}: no replica in sync is alive; start the servers that hold them, or run \
+             `strake target give-up` for targets that never come back",
             list(&dead)
         ),
     };
@@ -516,7 +528,8 @@ fn slowness(map: &MapView, now: &[pb::SlowTarget], unix_ms: u64) -> String {
         let then = match (t.slow.is_some(), t.draining) {
             (true, _) => {
                 format!(
-                    ". It is drained for that: replace its device, or `strake target keep {}` calls it off",
+                    ". It is drained because of that: replace its device, or cancel with `strake \
+                     target keep {}`",
                     t.id
                 )
             }
@@ -725,8 +738,8 @@ mod tests {
     #[test]
     fn why_nothing_moves_is_said() {
         let m = map();
-        assert!(stuck(&m, &[3]).message.contains("chains 3: nobody alive is in sync"));
-        assert!(stuck(&m, &[1]).message.contains("chains 1, 2: no other storage server"));
+        assert!(stuck(&m, &[3]).message.contains("chains 3: no replica in sync is alive"));
+        assert!(stuck(&m, &[1]).message.contains("chains 1, 2: no living storage server"));
         let targets_of = crate::nodes::targets_of;
         assert_eq!(targets_of(&m, &["oss1002".into()]).unwrap(), [1]);
         assert!(targets_of(&m, &["x".into()]).unwrap_err().message.contains("oss1001, oss1002"));

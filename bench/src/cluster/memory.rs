@@ -53,10 +53,11 @@ impl MemoryMount {
             .server
             .stdout
             .as_mut()
-            .ok_or_else(|| Error::new(Code::Io, "the memory mount has no output"))?;
+            .ok_or_else(|| Error::new(Code::Io, "the memory mount printed nothing"))?;
         // The reason is on stderr, which both processes share.
-        out.read_exact(&mut said)
-            .map_err(|_| Error::new(Code::Io, "the FUSE limit's own mount could not be made"))?;
+        out.read_exact(&mut said).map_err(|_| {
+            Error::new(Code::Io, "cannot make the mount that measures the limit of FUSE")
+        })?;
         Ok(m)
     }
 

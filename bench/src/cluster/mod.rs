@@ -55,16 +55,16 @@ pub struct BenchArgs {
     random_ops: u64,
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
-    /// Only rows whose name contains this.
+    /// Measure only rows whose name contains this.
     #[arg(long)]
     only: Option<String>,
-    /// Measure the mount rows through mounts of the bench's own with these transports, in turn in
-    /// every run: dev, fuser or dev,fuser. Without it: through the cluster's mount.
+    /// Measure the mount rows through the bench's own mounts with these transports, in turn in
+    /// every run: dev, fuser or dev,fuser. Without this option: through the cluster's mount.
     #[arg(long, value_enum, value_delimiter = ',')]
     transports: Vec<Transport>,
     #[arg(long)]
     json: bool,
-    /// The table as Markdown, as in docs/performance.md.
+    /// Print the table as Markdown, as in docs/performance.md.
     #[arg(long, conflicts_with = "json")]
     markdown: bool,
 }
@@ -79,7 +79,7 @@ impl BenchArgs {
 /// Measures the cluster beside the limits of this machine, and prints the table.
 pub fn run(args: &BenchArgs, cluster: &dyn Subject) -> Result<ExitCode> {
     if args.transports.iter().enumerate().any(|(i, t)| args.transports[..i].contains(t)) {
-        return Err(Error::new(Code::Inval, "--transports: each at most once"));
+        return Err(Error::new(Code::Inval, "--transports: name each at most once"));
     }
     if args.transports.is_empty() {
         cluster_mount(cluster)?;
@@ -132,7 +132,8 @@ pub fn run(args: &BenchArgs, cluster: &dyn Subject) -> Result<ExitCode> {
     bench.clean()?;
     if report.warm {
         eprintln!(
-            "note: the kernel's caches could not be dropped (that needs root); what was read may have come from memory"
+            "note: the kernel's caches could not be dropped (that needs root); reads may have \
+             been answered from memory"
         );
     }
     if args.json {
@@ -326,7 +327,7 @@ fn take_away_dead(cluster: &dyn Subject, at: &Path) -> Result<()> {
     }
     if fs::metadata(at).is_ok() {
         let m = format!(
-            "{} is mounted: another `strake bench` runs on this cluster; wait for its end",
+            "{} is mounted: another `strake bench` runs on this cluster; wait until it ends",
             at.display()
         );
         return Err(Error::new(Code::Busy, m));

@@ -14,7 +14,7 @@ use strake_proto::{Code, Error, Result};
 
 use super::subject::Subject;
 
-/// How a mount speaks to the kernel; see `docs/fuse.md`.
+/// How a mount talks to the kernel; see `docs/fuse.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Transport {
     Dev,
@@ -62,10 +62,8 @@ impl<'a> OwnMount<'a> {
         let start = Instant::now();
         while !cluster.is_mounted(at)? {
             if start.elapsed() > Duration::from_secs(60) || m.process.try_wait()?.is_some() {
-                let m = format!(
-                    "the bench's mount with transport '{}' could not be made",
-                    transport.name()
-                );
+                let m =
+                    format!("cannot make the bench's mount with transport '{}'", transport.name());
                 return Err(Error::new(Code::Io, m));
             }
             std::thread::sleep(Duration::from_millis(20));

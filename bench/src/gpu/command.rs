@@ -107,9 +107,10 @@ fn text(f: &Figures) -> String {
     let rate = |n: f64| format!("{}/s", size(n as u64));
     let mut out = format!("device: {}\n", f.device);
     if !f.gpu {
-        out += "note: there is no GPU in this run: these are figures of this machine's own memory in place of one\n";
+        out += "note: no GPU was used: these are figures of this machine's host memory in place \
+                of a GPU\n";
     }
-    let whence = if f.loads { "of a file that was there" } else { "on the cluster" };
+    let whence = if f.loads { "of an existing file" } else { "on the cluster" };
     out += &format!(
         "file: {} {whence}, read past the client's cache; policy {}\n\n",
         size(f.bytes),

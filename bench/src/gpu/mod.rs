@@ -112,7 +112,7 @@ pub fn refusal<'a>(reports: impl IntoIterator<Item = &'a Report>) -> Option<Stri
             match first {
                 Some(before) if before != tier => {
                     return Some(format!(
-                        "some bytes took {before} and others {tier}: ask for one with --policy"
+                        "some bytes used {before} and others {tier}: choose one with --policy"
                     ));
                 }
                 _ => first = Some(tier),
@@ -137,7 +137,7 @@ pub fn run_with(plan: &Plan, mut open: impl FnMut(&Setup) -> Result<Session>) ->
     if plan.bytes == 0 || !plan.bytes.is_multiple_of(MIB) || plan.threads.is_empty() {
         return Err(Error::new(
             Code::Inval,
-            "the size must be a multiple of 1 MiB, and there must be a row",
+            "the size must be a multiple of 1 MiB, and there must be at least one row",
         ));
     }
     let mut figures: Option<Figures> = None;
@@ -363,7 +363,7 @@ impl Bench {
             if crc32c(&block) != *sum {
                 return Err(Error::new(
                     Code::Corrupt,
-                    format!("MiB {i} of what was loaded differs from what is in the file"),
+                    format!("MiB {i} of the loaded data differs from the file"),
                 ));
             }
         }

@@ -66,7 +66,7 @@ impl Client {
                 // the files too.
                 let _ = tokio::time::timeout(RELEASING, core.files.clone().send_releases()).await;
                 if let Err(e) = core.metadata.end_session().await {
-                    tracing::info!("the session will end by itself: {e}");
+                    tracing::info!("the session was not closed and ends with its term: {e}");
                 }
                 core.shared.set_closed();
                 core.storage.close();

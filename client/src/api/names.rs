@@ -26,7 +26,8 @@ const S_IFLNK: u32 = 0o120_000;
 const CLOSING: Duration = Duration::from_secs(1);
 
 fn attr_of(r: pb::OpResult) -> Result<pb::Attr> {
-    r.attr.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the attributes out"))
+    r.attr
+        .ok_or_else(|| Error::new(Code::Protocol, "the metadata server's answer has no attributes"))
 }
 
 /// The permission bits with which something is created. Converted from a number: exactly these
@@ -312,7 +313,9 @@ impl Client {
     ) -> Result<pb::StatfsReply> {
         let r =
             self.read_op(creds, pb::op::Op::Statfs(pb::Statfs { pool: pool.into(), dir })).await?;
-        r.statfs.ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the space out"))
+        r.statfs.ok_or_else(|| {
+            Error::new(Code::Protocol, "the metadata server's answer has no space figures")
+        })
     }
 
     /// How a file is striped, or the default layout that a directory gives to new files.
@@ -359,9 +362,9 @@ impl Client {
         page: Option<u64>,
     ) -> Result<(pb::SealInfo, Bytes)> {
         let r = self.read_op(creds, pb::op::Op::GetSeal(pb::GetSeal { ino, page })).await?;
-        let info = r
-            .seal
-            .ok_or_else(|| Error::new(Code::Protocol, "the metadata server left the seal out"))?;
+        let info = r.seal.ok_or_else(|| {
+            Error::new(Code::Protocol, "the metadata server's answer has no seal")
+        })?;
         Ok((info, r.data))
     }
 
@@ -465,7 +468,7 @@ impl Core {
                 if used.is_some_and(|used| !self.pages.lasts(ino, used))
                     && let Err(e) = self.use_to_change(ino).await
                 {
-                    tracing::warn!(ino, "others may have pages of a file that was cut: {e}");
+                    tracing::warn!(ino, "others may have pages of a truncated file: {e}");
                 }
             };
             let Some(i) = inode else {

@@ -67,7 +67,7 @@ impl Storage {
     pub(crate) fn deserted(&self, map: &MapView, chain: &pb::Chain) -> Error {
         if chain.lost {
             let m = format!(
-                "the last copies were on targets that an administrator gave up (chain {})",
+                "chain {} was given up: an administrator gave up the targets with its last copies",
                 chain.id
             );
             return Error::new(Code::Io, m);
@@ -124,7 +124,7 @@ impl Storage {
                 }
                 _ = changed.changed() => {
                     if is_old() {
-                        return Err(Error::new(Code::StaleEpoch, format!("chain {} changed under a request", chain.id)));
+                        return Err(Error::new(Code::StaleEpoch, format!("chain {} changed while the request was under way", chain.id)));
                     }
                 }
             }

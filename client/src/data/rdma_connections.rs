@@ -47,7 +47,7 @@ impl RdmaConnections {
             Err(e) if matches!(e.code, Code::Disconnected | Code::TimedOut) => {
                 if self.has_failed_long(node.id) && others.get(fabric, node).await.is_ok() {
                     let m = format_args!(
-                        "{} is reached, but not by RDMA, so that no memory can be lent to it",
+                        "{} is reachable, but not by RDMA, so memory cannot be lent to it",
                         node.name
                     );
                     return Err(Error { code: Code::OpNotSupp, ..e }.context(m));
@@ -98,7 +98,7 @@ impl RdmaConnections {
 }
 
 fn no_lane(node: &pb::Node) -> Error {
-    let m = format!("{} is not reached by RDMA, so that no memory can be lent to it", node.name);
+    let m = format!("{} is not reachable by RDMA, so memory cannot be lent to it", node.name);
     Error::new(Code::OpNotSupp, m)
 }
 
@@ -190,7 +190,8 @@ mod tests {
         };
         assert!(begun.elapsed() >= GIVE_UP, "it may be on its way back");
         assert!(
-            e.code == Code::OpNotSupp && e.message.starts_with("oss4 is reached, but not by RDMA"),
+            e.code == Code::OpNotSupp
+                && e.message.starts_with("oss4 is reachable, but not by RDMA"),
             "{e}"
         );
     }
@@ -314,7 +315,7 @@ mod tests {
         };
         let e = without_tcp(&node(&["tcp:h:1"])).unwrap_err();
         assert!(
-            e.code == Code::OpNotSupp && e.message.starts_with("oss4 is not reached by RDMA"),
+            e.code == Code::OpNotSupp && e.message.starts_with("oss4 is not reachable by RDMA"),
             "{e}"
         );
         assert_eq!(without_tcp(&node(&["tcp:h:1", "rdma:h:2"])).unwrap().endpoints, ["rdma:h:2"]);

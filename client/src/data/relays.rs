@@ -103,7 +103,7 @@ impl Relays {
             match asked.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "does not answer"))) {
                 Ok(conn) => {
                     tracing::info!(
-                        "{} is reached through {}: it does not answer here",
+                        "{} does not answer; it is reached through {}",
                         node.name,
                         via.name
                     );
@@ -111,7 +111,7 @@ impl Relays {
                     self.look_again(fabric, node, &conn);
                     return Some(conn);
                 }
-                Err(e) => tracing::debug!("{} does not pass on to {}: {e}", via.name, node.name),
+                Err(e) => tracing::debug!("{} cannot relay to {}: {e}", via.name, node.name),
             }
             self.turn.fetch_add(1, Relaxed);
         }
@@ -130,7 +130,7 @@ impl Relays {
                 if let Ok(direct) = directly(&fabric, &node).await {
                     direct.close();
                     if let Some(c) = conn.upgrade() {
-                        tracing::info!("{} is reached again", node.name);
+                        tracing::info!("{} is reachable again", node.name);
                         c.retire();
                     }
                     return;

@@ -129,7 +129,7 @@ impl Handover {
         let layout = memory.len().ge(&(BUFFERS + REGION)).then(|| memory.word(head::LAYOUT * 8));
         let known = |l| l == LAYOUT || LAYOUTS_BEFORE.contains(&l);
         let Some(layout) = layout.filter(|l| known(l.load(Acquire))) else {
-            let m = "the kept memory of this mount has the layout of another version";
+            let m = "the handover memory of this mount has the layout of another version";
             return Err(io::Error::new(io::ErrorKind::InvalidData, m));
         };
         layout.store(LAYOUT, Release);

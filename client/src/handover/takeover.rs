@@ -63,7 +63,8 @@ impl Client {
                 core.metadata.current_session().is_some_and(|s| s.id == keep.former_session());
             if !is_same && keep.former_session() != 0 {
                 tracing::warn!(
-                    "the session ended while the mount had no daemon: unfinished writes of open files are lost"
+                    "the session ended while the mount had no daemon: unstable writes of open \
+                     files are lost"
                 );
             }
             let writes = keep.left_writes();
@@ -85,7 +86,7 @@ impl Client {
                     if let Err(e) = file.close().await {
                         tracing::warn!(
                             ino,
-                            "a file that was closed before the restart is not safe yet: {e}"
+                            "data of a file that was closed before the restart is not safe yet: {e}"
                         );
                     }
                 }
@@ -131,7 +132,7 @@ impl Core {
                 Err(e) => {
                     tracing::warn!(
                         ino,
-                        "what was written to a closed file and is not known to be safe is lost: {e}"
+                        "data written to a closed file and not known to be safe is lost: {e}"
                     )
                 }
             }

@@ -296,10 +296,7 @@ impl Inode {
         if s.attr.data_id == here {
             return Ok(());
         }
-        Err(Error::new(
-            Code::Stale,
-            "the file was given another layout while it was open; open it again",
-        ))
+        Err(Error::new(Code::Stale, "the file got another layout while it was open; open it again"))
     }
 
     // --- attributes and size ---
@@ -356,7 +353,8 @@ impl Inode {
     /// `EIO` for a handle that would read other bytes in place of lost ones.
     pub fn check_missing(&self, since: u64, range: &Range<u64>) -> Result<()> {
         if self.state.lock().missing.bars(since, range) {
-            let m = "these bytes were written and are lost: the metadata servers gave this client up; open the file again";
+            let m = "these written bytes are lost, because the metadata servers evicted this \
+                     client; open the file again";
             return Err(Error::new(Code::Io, m));
         }
         Ok(())

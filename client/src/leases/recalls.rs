@@ -142,7 +142,7 @@ impl Core {
         while self.is_asked(leader, session) {
             match self.ask_recalls(leader, session, told()).await {
                 Ok(more) => return self.answer_asked(leader, session, more),
-                Err(e) => tracing::debug!("answering what was asked: {e}"),
+                Err(e) => tracing::debug!("answering recalls: {e}"),
             }
             sleep(PAUSE).await;
         }
@@ -165,7 +165,8 @@ impl Core {
                 if let Err(e) = core.tell_all(&inode).await {
                     tracing::warn!(
                         ino,
-                        "somebody asks for the size of a file that could not be reported: {e}"
+                        "another client asks for the size of a file, and it could not be \
+                         reported: {e}"
                     );
                 }
             }
@@ -178,7 +179,7 @@ impl Core {
             let working = Told { working: vec![number], ..Told::default() };
             match self.ask_recalls(&leader, session, working).await {
                 Ok(more) => self.answer_asked(&leader, session, more),
-                Err(e) => tracing::debug!("telling of a report that takes long: {e}"),
+                Err(e) => tracing::debug!("announcing a report that takes long: {e}"),
             }
         }
         self.tell_until_told(&leader, session, || Told {

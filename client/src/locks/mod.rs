@@ -379,7 +379,7 @@ impl Unlock {
 fn locked(r: Vec<pb::OpResult>) -> Result<(Locked, Vec<pb::LockSpan>)> {
     let l = r.into_iter().next_back().and_then(|r| r.lock);
     let l = l.ok_or_else(|| {
-        Error::new(Code::Protocol, "the metadata server does not say what it locked")
+        Error::new(Code::Protocol, "the metadata server's answer does not say what it locked")
     })?;
     Ok((Locked { session: l.session, left: l.left }, l.spans))
 }

@@ -82,7 +82,8 @@ impl Core {
             Err(e) => {
                 if e.code == Code::Inval {
                     tracing::warn!(
-                        "the metadata servers are too old to keep mappings of several mounts in order: {e}"
+                        "the metadata servers are too old to order stores by several mounts to \
+                         one mapping: {e}"
                     );
                     self.pages.unknown.store(true, Relaxed);
                     self.pages.table.lock().unmark(ino);
@@ -184,7 +185,7 @@ impl Core {
                 Err(e) => {
                     tracing::warn!(
                         ino = inode.ino,
-                        "pages of a file are wanted, and what was stored is not safe: {e}"
+                        "pages of a file were recalled, and data stored there is not safe: {e}"
                     )
                 }
             }
@@ -197,7 +198,7 @@ impl Core {
         let client = Client { core: self.clone() };
         // This continues until it succeeds, or the session is lost.
         if let Err(e) = client.give_up(ino, &lock, client.unlocking(ino, lock.owner)).await {
-            tracing::debug!(ino, "giving up the lock of pages: {e}");
+            tracing::debug!(ino, "releasing a page lock: {e}");
         }
     }
 

@@ -114,8 +114,12 @@ impl<W: Clone> List<W> {
 
     /// The leader has answered.
     pub fn answered(&mut self, r: &pb::LockWaitReply) -> Vec<W> {
-        let deadlock =
-            || Error::new(Code::Deadlock, "whoever has this lock waits for one of its owner's");
+        let deadlock = || {
+            Error::new(
+                Code::Deadlock,
+                "deadlock: the holder of this lock waits for a lock of the caller",
+            )
+        };
         let failed: Vec<W> =
             r.deadlock.iter().filter_map(|id| self.set(*id, State::Failed(deadlock()))).collect();
         let ready = r.ready.iter().filter_map(|id| self.set(*id, State::Ready));

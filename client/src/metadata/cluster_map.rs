@@ -36,8 +36,8 @@ impl Metadata {
         let (own, theirs) = (Incarnation(have.map.incarnation), Incarnation(map.incarnation));
         if have.version() != 0 && own.kin(theirs) == Kin::Twin {
             let m = format!(
-                "a metadata server of incarnation {theirs} answered, which was recovered apart from {own}; \
-                 one of the two must be stopped"
+                "a metadata server of incarnation {theirs} answered, which was recovered \
+                 separately from {own}; one of the two groups must be stopped"
             );
             return Err(Error::new(Code::NotLeader, m));
         }

@@ -50,7 +50,7 @@ impl Metadata {
                 Some(reply.results)
             }
             Err(e) => {
-                tracing::debug!("metadata server {at} answers no read: {e}");
+                tracing::debug!("metadata server {at} cannot answer reads: {e}");
                 let (now, miss) = (Instant::now(), e.code == Code::NotLeader);
                 policy.failed(now, &at, miss);
                 if miss {

@@ -165,7 +165,7 @@ impl Metadata {
             .and_then(|m| decode::<pb::MapReply>(&m))
             .and_then(|r| r.map.map_or(Ok(()), |m| self.install_map(m)));
         if let Err(e) = map {
-            tracing::debug!("asking {} who leads: {e}", asked.at);
+            tracing::debug!("asking {} for the leader: {e}", asked.at);
         }
     }
 

@@ -92,7 +92,10 @@ impl Metadata {
                     Err(e) if e.code == Code::NoSession => {
                         self.session_gone(&s);
                         if at.in_doubt && !is_repeatable(&request.ops) {
-                            return Err(e.context("the session was lost and with it the answer"));
+                            return Err(e.context(
+                                "the session was lost, and with it the answer to \
+                                this request",
+                            ));
                         }
                         at.pause(&self.shared, e).await?;
                     }

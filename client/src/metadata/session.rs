@@ -99,8 +99,8 @@ impl Session {
     pub(crate) fn begin(&self, numbers: Option<&Numbers>) -> Result<Turn<'_>> {
         if let Some((session, n)) = numbers.and_then(Numbers::mutation) {
             if session != self.id {
-                let m =
-                    "the session was lost while the mount was restarted, and with it the answer";
+                let m = "the session was lost while the mount was restarted, and with it the answer \
+                     to this request";
                 return Err(Error::new(Code::Io, m));
             }
             return Ok(Turn(self, n));

@@ -141,7 +141,7 @@ impl<T: Clone> Dirty<T> {
     /// Takes all of the upper layer to be sent; the lower layer must be empty. Neighbours that
     /// `join` form one run, of at most `most` bytes unless a single part is longer.
     pub fn take(&mut self, most: u64, join: impl Fn(&T, &T) -> bool) -> Vec<Run<T>> {
-        assert!(self.lower.is_empty(), "what is on its way must arrive first");
+        assert!(self.lower.is_empty(), "earlier bytes must arrive first");
         self.lower = std::mem::take(&mut self.upper);
         self.bytes = 0;
         let mut runs: Vec<Run<T>> = Vec::new();

@@ -170,7 +170,7 @@ impl Updates {
         if !DataReply::decode(&m.body)?.stable {
             return Err(Error::new(
                 Code::Protocol,
-                format!("chain {} answered a stable write as one that is not", chain.id),
+                format!("chain {} answered a stable write as an unstable one", chain.id),
             ));
         }
         w.inode.sent.add(ByRoad::of(m.went, u64::from(p.len)));

@@ -128,7 +128,7 @@ impl WriteBack {
         let granted = tokio::time::timeout(ASK_TRY, self.ask_grant(inode, &ask, chain)).await;
         let granted = granted
             .ok()
-            .and_then(|r| r.inspect_err(|e| tracing::debug!(target, "no space granted: {e}")).ok());
+            .and_then(|r| r.inspect_err(|e| tracing::debug!(target, "no grant: {e}")).ok());
         self.grants.lock().answered(self.shared.env.boot(), &ask, granted);
     }
 

@@ -321,7 +321,7 @@ impl WriteBack {
         let Some(e) = outcome.err().filter(|_| ours) else { return };
         inode.write_failed(range.end);
         inode.misses(range.clone());
-        let m = format!("bytes {} to {} that were written are lost: {e}", range.start, range.end);
+        let m = format!("written bytes {} to {} are lost: {e}", range.start, range.end);
         tracing::warn!(ino = inode.ino, "{m}");
         match e.code {
             Code::NoSpc | Code::DQuot => inode.fail(Error::new(e.code, m)),

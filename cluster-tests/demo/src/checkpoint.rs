@@ -57,7 +57,7 @@ pub fn run(cluster: &Cluster, work: &Path, total: u64, report: &mut Report) -> R
     let dir = work.join("checkpoint");
     fs::create_dir(&dir)?;
     step(format!(
-        "checkpoint of {} GiB written by {RANKS} ranks; the metadata leader and an object server die in mid-write",
+        "checkpoint of {} GiB written by {RANKS} ranks; the metadata leader and a storage server die during the write",
         total >> 30
     ));
     let progress = Progress::default();

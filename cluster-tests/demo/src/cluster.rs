@@ -121,7 +121,7 @@ impl Cluster {
     /// See [`damage`].
     pub fn damage(&self) -> Result<BTreeMap<String, u64>> {
         let all = damage(&self.status()?);
-        if all.is_empty() { Err("no object server tells of its targets".into()) } else { Ok(all) }
+        if all.is_empty() { Err("no storage server reports its targets".into()) } else { Ok(all) }
     }
 
     pub fn wait_whole(&self, limit: Duration) -> Result<()> {

@@ -69,7 +69,7 @@ fn run(o: &Options) -> Result<()> {
     fs::create_dir_all(&o.dir)?;
     let cluster = Cluster::new(&o.dir)?;
     step(
-        "cluster up: 3 metadata servers, 4 object servers with 2 targets each, 2 copies of everything",
+        "cluster up: 3 metadata servers, 4 storage servers with 2 targets each, 2 copies of everything",
     );
     let t = Instant::now();
     cluster.up()?;

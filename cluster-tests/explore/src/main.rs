@@ -17,30 +17,30 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Other {
-    /// Of write-back instead
+    /// Explore write-back instead
     WriteBack(OfWriteBack),
-    /// Of chains of replicas instead (docs/replication.md)
+    /// Explore chains of replicas instead (docs/replication.md)
     Chain(OfChain),
 }
 
 #[derive(clap::Args)]
 struct OfLeases {
-    /// Reads by two clients together
+    /// Reads by both clients together
     #[arg(long, default_value_t = 2)]
     asks: u8,
-    /// Changes by both together
+    /// Changes by both clients together
     #[arg(long, default_value_t = 1)]
     changes: u8,
     /// Ticks of the clock; a term is two
     #[arg(long, default_value_t = 0)]
     ticks: u8,
-    /// Requests for recalls that are sent again
+    /// Recall requests that are sent again
     #[arg(long, default_value_t = 0)]
     repeats: u8,
     /// Changes of which a copy arrives later
     #[arg(long, default_value_t = 0)]
     copies: u8,
-    /// Changes that nobody waits for any more
+    /// Changes whose caller no longer waits
     #[arg(long, default_value_t = 0)]
     impatience: u8,
     /// New connections to a living leader
@@ -52,29 +52,29 @@ struct OfLeases {
     /// Renewals
     #[arg(long, default_value_t = 0)]
     renewals: u8,
-    /// Writes by one client, for whose reports others wait
+    /// Writes by one client; others wait for its reports
     #[arg(long, default_value_t = 0)]
     writes: u8,
     /// A session may hold one lease only
     #[arg(long)]
     full: bool,
-    /// Requests for recalls take time, and may be lost like everything else
+    /// Recall requests take time, and may be lost like everything else
     #[arg(long)]
     polls: bool,
-    /// A mistake made on purpose, to be found
+    /// A mistake made on purpose, which must be found
     #[arg(long, value_enum, default_value = "none")]
     fault: leases::Fault,
-    /// Stop after so many different worlds (about 100 bytes each)
+    /// Stop after so many different states (about 100 bytes each)
     #[arg(long, default_value_t = 50_000_000)]
     most: usize,
 }
 
 #[derive(clap::Args)]
 struct OfWriteBack {
-    /// Opens for writing; one client has the file open from the beginning
+    /// Opens for writing; one client has the file open from the start
     #[arg(long, default_value_t = 1)]
     opens: u8,
-    /// Looks at the file
+    /// Reads of the file's size or data by clients
     #[arg(long, default_value_t = 0)]
     looks: u8,
     /// Writes of a block
@@ -89,7 +89,7 @@ struct OfWriteBack {
     /// Ticks of the clock; a term is two
     #[arg(long, default_value_t = 0)]
     ticks: u8,
-    /// Requests for recalls that are sent again
+    /// Recall requests that are sent again
     #[arg(long, default_value_t = 0)]
     repeats: u8,
     /// New connections to a living leader
@@ -104,20 +104,20 @@ struct OfWriteBack {
     /// Sessions that are evicted
     #[arg(long, default_value_t = 0)]
     evictions: u8,
-    /// Updates are in work for a while at the storage server
+    /// Updates take some time at the storage server
     #[arg(long)]
     chain: bool,
-    /// A mistake made on purpose, to be found
+    /// A mistake made on purpose, which must be found
     #[arg(long, value_enum, default_value = "none")]
     fault: writeback::Fault,
-    /// Stop after so many different worlds (about 100 bytes each)
+    /// Stop after so many different states (about 100 bytes each)
     #[arg(long, default_value_t = 50_000_000)]
     most: usize,
 }
 
 #[derive(clap::Args)]
 struct OfChain {
-    /// Copies that the chain shall have, of three targets
+    /// Copies that the chain wants, of three targets
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=3))]
     copies: u8,
     /// Writes by two clients together
@@ -141,16 +141,16 @@ struct OfChain {
     /// Requests between replicas that arrive once more
     #[arg(long, default_value_t = 0)]
     repeats: u8,
-    /// Writes, among them, that their client gives up without an answer
+    /// How many of the writes their client gives up without an answer
     #[arg(long, default_value_t = 0)]
     given_up: u8,
-    /// Programs are told that those failed, and others write after that
+    /// Programs get an error for those, and others write after that
     #[arg(long, requires = "given_up")]
     tells: bool,
     /// Changes of the chain, besides those by registrations
     #[arg(long, default_value_t = 0)]
     changes: u8,
-    /// Changes of the targets that the chain shall have
+    /// Changes of the targets that the chain wants
     #[arg(long, default_value_t = 0)]
     plans: u8,
     /// Updates for which there is no space
@@ -159,20 +159,20 @@ struct OfChain {
     /// Staging takes time
     #[arg(long)]
     slow: bool,
-    /// Space is short: nobody is told of an update before it is staged
+    /// Space is short: an update is announced only after it is staged
     #[arg(long)]
     short: bool,
-    /// What comes too early or too late is refused, instead of waiting
+    /// Messages that come too early or too late are refused, instead of waiting
     #[arg(long)]
     refusals: bool,
-    /// Try of one world in so many whether it can become whole again (0: of those only in which
-    /// nothing can happen any more)
+    /// Try for one state in so many whether the chain can become whole again (0: only for states in
+    /// which nothing can happen any more)
     #[arg(long, default_value_t = 0)]
     settle: u64,
-    /// A mistake made on purpose, to be found
+    /// A mistake made on purpose, which must be found
     #[arg(long, value_enum, default_value = "none")]
     fault: chain::Fault,
-    /// Stop after so many different worlds (some 100 bytes each, and some 3,000 for each of the two
+    /// Stop after so many different states (some 100 bytes each, and some 3,000 for each of the two
     /// farthest levels)
     #[arg(long, default_value_t = 50_000_000)]
     most: usize,

@@ -10,16 +10,17 @@ use strake_histories::{History, check, explain::explain, search::LIMIT};
 /// Check histories of metadata operations.
 #[derive(Parser)]
 enum Args {
-    /// Whether recorded histories are linearizable. Exits 1 if one is not, or is not decided.
+    /// Check whether recorded histories are linearizable. Exits with 1 if one is not, or is not
+    /// decided.
     Check {
-        /// Files of a history each, as the tests keep them.
+        /// Files with one history each, as the tests keep them.
         #[arg(required = true)]
         files: Vec<PathBuf>,
-        /// Steps of the search after which a history counts as not decided.
+        /// Steps of the search after which a history counts as undecided.
         #[arg(long, default_value_t = LIMIT)]
         limit: u64,
     },
-    /// Records histories on a running cluster and checks them: see cluster-tests/histories/run.
+    /// Record histories on a running cluster and check them: see cluster-tests/histories/run.
     Real(real::RealArgs),
     /// One client of such a history.
     #[command(hide = true)]

@@ -53,7 +53,7 @@ pub fn report(alone: &Sample, with: &Sample, report: &mut Report) {
     });
     let follows = |s: &Sample, n: &str| n.starts_with("mds") && n != s.leader;
     row("idle CPU of a follower", "1 % → 1 %", &follows);
-    row("idle CPU of an object server, mean", "0.5 % → 0.5 %", &|_, n| n.starts_with("oss"));
+    row("idle CPU of a storage server, mean", "0.5 % → 0.5 %", &|_, n| n.starts_with("oss"));
     row("idle CPU of the process with all sessions", "0 % → 35 %", &|_, n| n == "self");
 }
 
@@ -75,7 +75,7 @@ pub fn memory(cluster: &Cluster, report: &mut Report) -> Result<()> {
         "80 MiB",
         most(&|n| n.starts_with("mds") && n != leader),
     );
-    row("memory of an object server, the largest", "60 MiB", most(&|n| n.starts_with("oss")));
+    row("memory of a storage server, the largest", "60 MiB", most(&|n| n.starts_with("oss")));
     row("memory of the process with all sessions", "550 MiB", usage(0)?.rss as f64);
     Ok(())
 }

@@ -45,10 +45,10 @@ struct Args {
     /// Recall storms of each kind; a tenth as many map changes and failovers, at least two
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(2..=1000))]
     rounds: u32,
-    /// Seconds of each look at CPU time
+    /// Seconds of each measurement of CPU time
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=600))]
     idle_seconds: u64,
-    /// Only these parts
+    /// Run only these parts
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Part>,
     #[arg(long)]
@@ -64,7 +64,7 @@ enum Part {
     Map,
     Storm,
     Failover,
-    /// Stats and listings at the leader only, and with followers
+    /// Stats and listings, at the leader only and with followers
     Reads,
 }
 

@@ -61,7 +61,7 @@ pub async fn measure(
     }
     times.sort_unstable();
     report.times(
-        "an object server dies: from the new map until a client has it",
+        "a storage server dies: from the new map until a client has it",
         "p50 200 ms, longest 500 ms",
         &times,
     );

@@ -45,7 +45,7 @@ impl Report {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         let head = format!(
-            "{cores} cores, Linux {}; 3 metadata servers, {} object servers with {} targets in all, {} sessions in one process",
+            "{cores} cores, Linux {}; 3 metadata servers, {} storage servers with {} targets in all, {} sessions in one process",
             kernel.trim(),
             args.oss,
             args.oss * args.targets_per_oss,

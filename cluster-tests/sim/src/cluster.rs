@@ -77,9 +77,9 @@ const FOLLOWING: u32 = 2;
 pub enum Sync {
     /// Of the Raft log.
     Log,
-    /// Of an object server's device.
+    /// Of a storage server's device.
     Device,
-    /// Of an object server's chunk table.
+    /// Of a storage server's chunk table.
     Table,
 }
 

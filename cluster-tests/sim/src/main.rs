@@ -25,30 +25,30 @@ struct Args {
     /// First seed.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// How many seeds.
+    /// Number of seeds.
     #[arg(long, default_value_t = 1)]
     count: u64,
-    /// Simulated seconds under faults, where it is not the usual.
+    /// Simulated seconds under faults [default: the usual time].
     #[arg(long)]
     seconds: Option<u64>,
     /// Faults twice as often and of more kinds.
     #[arg(long)]
     harsh: bool,
-    /// Also clocks that drift, scarce leases, clients that only look, and one that keeps to no
-    /// rule.
+    /// Also clocks that drift, scarce leases, clients that only read, and a client that breaks all
+    /// rules.
     #[arg(long)]
     wide: bool,
-    /// Blocks that decay on disks while servers are away and others take their place.
+    /// Blocks decay on disks while servers are down and others replace them.
     #[arg(long, conflicts_with_all = ["harsh", "wide"])]
     decay: bool,
     /// Disks decay: chunk tables, metadata states and logs.
     #[arg(long, conflicts_with_all = ["harsh", "wide", "decay"])]
     tables: bool,
-    /// Also targets that are drained, and kept after all, in every run.
+    /// Also drain targets, and cancel some drains, in every run.
     #[arg(long)]
     moves: bool,
-    /// At the end, as JSON: how often each row of the tables of docs/leases.md was taken. Without
-    /// it, as a table.
+    /// At the end, print as JSON how often each row of the tables of docs/leases.md was taken.
+    /// Without it: as a table.
     #[arg(long)]
     json: bool,
     /// Run with servers that leave out one kind of sync: most seeds must fail.
@@ -57,40 +57,40 @@ struct Args {
     /// Run each seed twice and compare the traces.
     #[arg(long)]
     replay: bool,
-    /// Histories of metadata operations instead: each must be linearizable.
+    /// Run histories of metadata operations instead: each must be linearizable.
     #[arg(long)]
     histories: bool,
-    /// Files that clients hand on instead: each must see what the one before wrote, though that was
-    /// held back.
+    /// Run clients that hand files on instead: each must see what the one before wrote, although
+    /// that was dirty data.
     #[arg(long, conflicts_with = "histories")]
     baton: bool,
-    /// Leases that run out under clients and storage servers instead.
+    /// Run leases out under clients and storage servers instead.
     #[arg(long, conflicts_with_all = ["histories", "baton", "plant"])]
     lapse: bool,
-    /// One thing broken at a time instead: no call may take five seconds.
+    /// Break one thing at a time instead: no call may take five seconds.
     #[arg(long, conflicts_with_all = ["histories", "baton", "lapse", "plant"])]
     outage: bool,
-    /// Two clients that write to one file instead, of which one is given up on what it sent.
+    /// Run two clients that write to one file instead; one of them gives up what it sent.
     #[arg(long, conflicts_with_all = ["histories", "baton", "lapse", "outage"])]
     rivals: bool,
-    /// With --histories, --baton or --rivals: plant a fault, which most runs must show.
+    /// With --histories, --baton or --rivals: plant a fault, which most runs must detect.
     #[arg(long)]
     plant: Option<Plant>,
-    /// Where to keep runs that fail: with --histories those that are not linearizable, for
+    /// Where to keep failed runs: with --histories those that are not linearizable, for
     /// `strake-histories check`.
     #[arg(long, default_value = "histories")]
     keep: PathBuf,
-    /// All kinds of run, each seed the kind that it is in `./simulate`.
+    /// Run all kinds, each seed with the kind that it has in `./simulate`.
     #[arg(long, conflicts_with_all = ["harsh", "wide", "decay", "tables", "moves", "histories", "baton", "lapse", "outage", "rivals", "replay", "skip_sync"])]
     mixed: bool,
-    /// With --mixed: a line of JSON for each seed, and one at the end with the rows taken.
+    /// With --mixed: print a line of JSON for each seed, and one at the end with the rows taken.
     #[arg(long, requires = "mixed")]
     jsonl: bool,
-    /// Make a run that fails short: fewer faults, clients and seconds, as long as the same promise
+    /// Shorten a run that fails: fewer faults, clients and seconds, as long as the same promise
     /// breaks.
     #[arg(long, conflicts_with_all = ["histories", "baton", "lapse", "outage", "rivals"])]
     shrink: bool,
-    /// With --shrink: how many runs it may take.
+    /// With --shrink: the number of runs it may take.
     #[arg(long, default_value_t = 400)]
     shrink_runs: usize,
 }

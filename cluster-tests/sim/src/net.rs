@@ -704,7 +704,7 @@ impl Connection for SimConnection {
                 r = self.exchange(request) => r,
                 () = self.silent() => {
                     self.close();
-                    Err(Error::new(Code::Disconnected, format!("sim:{} is silent and is taken for dead", self.to.node)))
+                    Err(Error::new(Code::Disconnected, format!("sim:{} is silent and counts as dead", self.to.node)))
                 }
             }
         };

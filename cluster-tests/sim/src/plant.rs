@@ -12,24 +12,24 @@ use strake_proto::{data::DataRequest, opcode, pb};
 /// Added to the request number of a repetition: no client counts that far.
 const ANOTHER: u64 = 1 << 40;
 
-/// A fault that a run must show.
+/// A fault that a run must detect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Plant {
-    /// Clients go on answering from memory what was recalled: they are told to forget something
-    /// else, and acknowledge that.
+    /// Clients go on answering recalled things from memory: they are told to forget something else,
+    /// and acknowledge that.
     StaleRead,
-    /// No fault: clients hear late of what they are to forget. Everything must hold all the same.
+    /// No fault: recalls reach clients late. Everything must hold all the same.
     LateRecall,
-    /// Likewise, and followers tell what they have applied though others may still know what was
-    /// before: that anything is not settled does not reach them.
+    /// Likewise, and followers answer with what they have applied although other clients may still
+    /// see the old state: the notice that it is not settled does not reach them.
     Unsettled,
-    /// Clients say that they have reported a file without having sent what they hold back of it.
+    /// Clients report a file without having sent its dirty data.
     EmptyReport,
     /// Some changes run twice: they arrive again, under a number that the servers do not know.
     Repeat,
     /// Clients do not say that they have given an update up.
     Roundless,
-    /// Updates do not say since when they may be on their way.
+    /// Updates do not say since when they may be in flight.
     Timeless,
 }
 

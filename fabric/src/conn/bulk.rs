@@ -88,7 +88,7 @@ impl Regions {
     pub fn rest(head: &[u8; REGIONS_HEAD]) -> Result<usize> {
         let (parts, rooms) = counts(head);
         if parts > MAX_PARTS || rooms > 1 {
-            let m = format!("a request with {parts} regions of payload and {rooms} for the reply");
+            let m = format!("a request with {parts} payload regions and {rooms} reply regions");
             return Err(Error::new(Code::Protocol, m));
         }
         Ok((parts + rooms) * ENTRY)
@@ -97,10 +97,9 @@ impl Regions {
     /// Decodes head and rest together. `Protocol`: damaged, or an impossible region.
     pub fn decode(b: &[u8]) -> Result<Regions> {
         let bad = |m: &str| Error::new(Code::Protocol, m.to_string());
-        let head =
-            b.first_chunk::<REGIONS_HEAD>().ok_or_else(|| bad("regions that are cut short"))?;
+        let head = b.first_chunk::<REGIONS_HEAD>().ok_or_else(|| bad("regions are cut short"))?;
         if b.len() != REGIONS_HEAD + Regions::rest(head)? {
-            return Err(bad("regions of another length than they say"));
+            return Err(bad("the length of the regions is wrong"));
         }
         if u32::from_le_bytes([b[4], b[5], b[6], b[7]]) != Regions::crc(b) {
             return Err(bad("regions checksum mismatch"));
@@ -150,7 +149,7 @@ impl AskRoom {
     }
 
     pub fn decode(b: &[u8]) -> Result<AskRoom> {
-        let bad = || Error::new(Code::Protocol, "a request for room that is none");
+        let bad = || Error::new(Code::Protocol, "a request with an empty reply region");
         let (id, len) = b.split_at_checked(8).ok_or_else(bad)?;
         let request_id = u64::from_le_bytes(id.try_into().map_err(|_| bad())?);
         let len = u32::from_le_bytes(len.try_into().map_err(|_| bad())?);

@@ -219,7 +219,7 @@ fn judge<'a>(us: &'a Party, hello: &Hello) -> Result<(u16, &'a [u8; 32])> {
     let no_key = || {
         Error::new(
             Code::Unauthenticated,
-            "the listener has no server key; servers cannot connect to it",
+            "the listener has no server key, so servers cannot connect to it",
         )
     };
     Ok((version, us.key(hello.role).ok_or_else(no_key)?))
@@ -230,7 +230,7 @@ fn broken(e: std::io::Error) -> Error {
     if e.code != Code::TimedOut {
         e.code = Code::Disconnected;
     }
-    e.context("the connection broke in the handshake")
+    e.context("the connection broke during the handshake")
 }
 
 fn status(code: Code) -> u16 {
@@ -288,7 +288,7 @@ pub async fn dial<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) -> R
     let no_key = || {
         Error::new(
             Code::Unauthenticated,
-            "this process is to connect as a server but has no server key",
+            "this process must connect as a server but has no server key",
         )
     };
     let key = us.key(role).ok_or_else(no_key)?;
@@ -326,8 +326,9 @@ pub async fn dial<S: AsyncRead + AsyncWrite + Unpin>(s: &mut S, us: &Party) -> R
 /// that is older than its clients' key files.
 fn no_server(why: &str) -> Error {
     let m = format!(
-        "the listener knows this cluster's client key, but did not prove to be a server of it: {why}. If it is no server, somebody else \
-         listens at this address; if its version is older than this one, upgrade it; else renew the key file (`strake client-key`)"
+        "the listener knows this cluster's client key, but did not prove to be a server of it: \
+         {why}. It may be an impostor that listens at this address. If it is an older version, \
+         upgrade it; otherwise renew the key file (`strake client-key`)"
     );
     Error::new(Code::Unauthenticated, m)
 }
@@ -351,7 +352,7 @@ fn check_welcome(
         ));
     }
     if us.identity.servers.is_some() && !w.signed {
-        return Err(no_server("it does not sign"));
+        return Err(no_server("it sent no signature"));
     }
     same_cluster(w.cluster, us.cluster)
 }
@@ -522,7 +523,7 @@ mod tests {
         // A client that acts as a server with the key of all clients: it does not sign, or signs
         // with a key of its own.
         let forger = SigningKey::from_bytes(&[9; 32]);
-        for (signing, words) in [(None, "does not sign"), (Some(forger), "another key")] {
+        for (signing, words) in [(None, "sent no signature"), (Some(forger), "another key")] {
             let liar = Identity { signing, server_key: None, ..server(1) };
             let (a, _) = meet(party(careful(1), None, 1), party(liar.clone(), None, 2)).await;
             let e = a.unwrap_err();

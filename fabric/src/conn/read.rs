@@ -178,7 +178,7 @@ impl<R: Incoming> Inbox<'_, R> {
             return Ok(None);
         }
         if self.shared.bulk().is_none() {
-            return Err(Error::new(Code::Protocol, "regions over a transport that has none"));
+            return Err(Error::new(Code::Protocol, "payload regions on a transport without them"));
         }
         let mut head = [0; REGIONS_HEAD];
         self.exact(&mut head).await?;
@@ -187,7 +187,7 @@ impl<R: Incoming> Inbox<'_, R> {
         let regions = Regions::decode(&all)?;
         if !regions.payload.is_empty() && regions.payload_len() != u64::from(h.payload_len) {
             let m = format!(
-                "regions of {} bytes for a payload of {}",
+                "payload regions of {} bytes for a payload of {}",
                 regions.payload_len(),
                 h.payload_len
             );
@@ -233,7 +233,7 @@ async fn go_on<R: Incoming>(s: &Shared, rd: &mut R, to: &mut [u8]) -> std::io::R
 }
 
 fn too_slow() -> std::io::Error {
-    std::io::Error::new(std::io::ErrorKind::TimedOut, "a frame has begun and does not go on")
+    std::io::Error::new(std::io::ErrorKind::TimedOut, "a frame began but did not continue")
 }
 
 /// How long this many bytes may take while others wait for memory.
@@ -254,7 +254,7 @@ fn checked(h: &Header, got: BufMut) -> Payload {
 }
 
 fn damaged() -> Error {
-    Error::new(Code::Resend, "a payload was damaged on its way; send it again")
+    Error::new(Code::Resend, "a payload was damaged in transit; send it again")
 }
 
 /// Reads until the connection ends, and says why it did.
@@ -308,7 +308,7 @@ fn empty(h: &Header) -> Result<()> {
     if h.body_len == 0 && h.payload_len == 0 {
         return Ok(());
     }
-    Err(Error::new(Code::Protocol, format!("{:?} frame that is not empty", h.kind)))
+    Err(Error::new(Code::Protocol, format!("{:?} frame that should be empty", h.kind)))
 }
 
 async fn response<R: Incoming>(
@@ -407,7 +407,7 @@ async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<M
         (Ok(_), _) if placed => {
             let e = Error::new(
                 Code::Protocol,
-                format!("{} wrote a reply to where it had no room", s.addr),
+                format!("{} wrote a reply outside of the region for it", s.addr),
             );
             s.fail(&e);
             Err(e)
@@ -452,7 +452,7 @@ async fn response_buffer(s: &Arc<Shared>, len: usize) -> Result<BufMut> {
     match waiting_for_room(s, s.pool.get(len)).await {
         Some(Ok(b)) => Ok(b),
         _ if s.passes_on => {
-            let m = "the server that passes answers on has no memory for this one; try again later";
+            let m = "the relaying server has no memory for this answer; try again later";
             Err(Error::new(Code::Overloaded, m))
         }
         _ => Ok(s.pool.get_now(len)),
@@ -712,7 +712,7 @@ impl Answer {
             return Ok(());
         };
         let Ok(room) = timeout(s.options.room_wait, s.room.answers.take(len)).await else {
-            let m = "this server has too many long answers that are not read; try again later";
+            let m = "this server has too many long answers that were not read; try again later";
             return Err(Error::new(Code::Overloaded, m));
         };
         place.answer_body = Some(room);
@@ -771,7 +771,7 @@ impl Answer {
         let got = s.call(Message::new(opcode::ROOM, ask.encode()), s.options.silence * 5).await?;
         let room = Regions::decode(&got.body)?.room.filter(|r| r.len >= len);
         room.ok_or_else(|| {
-            Error::new(Code::Protocol, format!("{} gave too little room for a reply", s.addr))
+            Error::new(Code::Protocol, format!("{} gave a reply region that is too small", s.addr))
         })
     }
 

@@ -328,10 +328,12 @@ async fn pulse(s: &Arc<Shared>) {
         // TICKS.
         if silent >= TICKS - 1 {
             SILENT.warn(|| {
-                format!("closing the connection to {}: it owes answers and is silent", s.addr)
+                format!(
+                    "closing the connection to {}: it is silent although answers are due",
+                    s.addr
+                )
             });
-            let m =
-                format!("{} is silent for {:?} and is taken for dead", s.addr, s.options.silence);
+            let m = format!("{} is silent for {:?} and counts as dead", s.addr, s.options.silence);
             s.fail(&Error::new(Code::Disconnected, m));
             return;
         }
@@ -428,10 +430,7 @@ impl Shared {
     /// that the peer violates the windows. A closed queue means that the connection is over.
     pub fn send(&self, f: Outgoing) {
         if let Err(mpsc::error::TrySendError::Full(_)) = self.out.try_send(f) {
-            self.fail(&Error::new(
-                Code::Protocol,
-                format!("{} does not keep to its window", self.addr),
-            ));
+            self.fail(&Error::new(Code::Protocol, format!("{} exceeds its window", self.addr)));
         }
     }
 
@@ -659,7 +658,7 @@ impl Shared {
         let none = || {
             Error::new(
                 Code::OpNotSupp,
-                format!("memory cannot be lent to {}, which is not reached by RDMA", self.addr),
+                format!("memory cannot be lent to {}, which is not connected by RDMA", self.addr),
             )
         };
         let bulk = self.bulk().ok_or_else(none)?;

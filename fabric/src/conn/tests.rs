@@ -646,7 +646,7 @@ async fn over_tcp_nothing_is_lent_and_nothing_sent() {
     let m = Message { lend: Some(Lend::Payload(all)), ..Message::new(opcode::WRITE, "") };
     let e = conn.call(m, LONG).await.unwrap_err();
     assert!(
-        e.code == Code::OpNotSupp && e.message.contains("not reached by RDMA") && !conn.lends(),
+        e.code == Code::OpNotSupp && e.message.contains("not connected by RDMA") && !conn.lends(),
         "{e}"
     );
     assert_eq!(service.handled.load(SeqCst), 0);

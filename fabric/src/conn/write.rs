@@ -113,7 +113,7 @@ async fn goes_on<T>(
         waited += pause;
         if waited >= o.frame_pause || s.is_short() && (waited >= least || begun.elapsed() >= batch)
         {
-            let m = "the peer does not read what is sent to it";
+            let m = "the peer does not read the data sent to it";
             return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, m));
         }
     }

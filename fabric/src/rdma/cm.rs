@@ -70,8 +70,8 @@ fn open_channel(lib: &Lib) -> Result<*mut CmChannel> {
     if raw.is_null() {
         let e = std::io::Error::last_os_error();
         return Err(verbs::missing(format!(
-            "the connection manager does not open ({e}); load its module (modprobe rdma_ucm) and see that \
-             /dev/infiniband/rdma_cm may be read and written"
+            "the connection manager cannot be opened ({e}); load its module (modprobe rdma_ucm) \
+             and make sure that /dev/infiniband/rdma_cm can be read and written"
         )));
     }
     Ok(raw)
@@ -159,10 +159,10 @@ fn refused(e: &Event, to: &str) -> Error {
                 };
                 let why = match code {
                     Code::Overloaded => "it has too many connections",
-                    Code::NoMem => "it has no memory for one more",
+                    Code::NoMem => "it has no memory for another connection",
                     Code::Io => "it cannot use its device",
-                    Code::Protocol => "it does not speak this version below the frames",
-                    _ => "for a reason of its own",
+                    Code::Protocol => "it does not speak this version of the RDMA greeting",
+                    _ => "for another reason",
                 };
                 Error::new(code, format!("{to} refused the connection: {why} ({code:?})"))
             }
@@ -172,10 +172,10 @@ fn refused(e: &Event, to: &str) -> Error {
     let why = match e.kind {
         event::REJECTED if e.status == verbs::REJ_NO_LISTENER => "nobody listens there".into(),
         event::REJECTED if e.status == verbs::REJ_BY_LISTENER => {
-            "it went away before it answered".into()
+            "it closed before it answered".into()
         }
         event::REJECTED => format!("rejected (reason {})", e.status),
-        event::ADDR_ERROR => "no RDMA device leads to that address".into(),
+        event::ADDR_ERROR => "no RDMA device has a route to that address".into(),
         event::ROUTE_ERROR => "no route".into(),
         event::UNREACHABLE | event::CONNECT_ERROR => format!("unreachable ({})", e.status),
         event::DISCONNECTED => "the other end closed the connection".into(),
@@ -276,7 +276,7 @@ impl Id {
         let no_way =
             |e: Error| Error::new(Code::Disconnected, format!("cannot connect to {name}: {e}"));
         if rc != 0 {
-            return Err(no_way(os_error("no RDMA device leads to that address")));
+            return Err(no_way(os_error("no RDMA device has a route to that address")));
         }
         self.events.expect(event::ADDR_RESOLVED, name).await?;
         // SAFETY: a valid id whose address is resolved.
@@ -387,7 +387,7 @@ mod tests {
         for none in [&[][..], &[0; 24], &[0; 148]] {
             let e = rejected(none);
             assert!(
-                e.code == Code::Disconnected && e.message.contains("went away before it answered"),
+                e.code == Code::Disconnected && e.message.contains("closed before it answered"),
                 "{e}"
             );
         }

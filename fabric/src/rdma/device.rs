@@ -123,7 +123,8 @@ impl Drop for Registered {
 fn no_dma_buf(name: &str, len: usize, e: &std::io::Error) -> Error {
     match e.raw_os_error() {
         Some(libc::EOPNOTSUPP | libc::EPROTONOSUPPORT | libc::ENOSYS) => verbs::missing(format!(
-            "device {name} registers no memory of other devices (dma-buf); use one that does, with a driver and a kernel that do"
+            "device {name} cannot register memory of other devices (dma-buf); use a device, \
+             driver and kernel that can"
         )),
         _ => Error::new(
             Code::OpNotSupp,
@@ -146,7 +147,8 @@ pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
     // SAFETY: an open context has a device.
     if unsafe { (*(*ctx).device).transport_type } == verbs::TRANSPORT_IWARP {
         return Err(verbs::missing(format!(
-            "device {name} is of iWARP, which sends no immediate data; use one of InfiniBand or RoCE"
+            "device {name} is an iWARP device, which cannot send immediate data; use InfiniBand \
+             or RoCE"
         )));
     }
     // SAFETY: all zeros are a value of this plain struct, which is filled for an open context.
@@ -164,7 +166,8 @@ pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
     let windows = unsafe { (*ctx).ops.alloc_mw.is_some() && (*ctx).ops.dealloc_mw.is_some() };
     if !windows || attr.device_cap_flags & verbs::CAP_MW_2B == 0 || attr.max_mw == 0 {
         return Err(verbs::missing(format!(
-            "device {name} has no memory windows of type 2B, without which memory would be lent without bounds; use another device"
+            "device {name} has no memory windows of type 2B, so lent memory would not be bounded; \
+             use another device"
         )));
     }
     if attr.max_srq_wr < FEWEST as c_int {
@@ -174,7 +177,8 @@ pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
     }
     if attr.max_cqe < DEPTH as c_int + FEWEST as c_int {
         return Err(verbs::missing(format!(
-            "device {name} has completion queues of {} entries at most, and {} are needed; use another device",
+            "device {name} has completion queues of at most {} entries, but {} are needed; use \
+             another device",
             attr.max_cqe,
             DEPTH as u32 + FEWEST
         )));
@@ -272,7 +276,7 @@ impl Device {
             std::mem::take(&mut *all).iter().filter_map(Weak::upgrade).collect();
         if !left.is_empty() {
             tracing::error!(
-                "device {}: all its connections end, because a key cannot be taken back",
+                "device {}: all its connections end, because a memory key cannot be revoked",
                 self.name
             );
         }
@@ -357,7 +361,7 @@ impl Device {
         let locked = Budget::here().region(had, self.devices, kept)?;
         let made = self.register(region.as_ptr(), REGION, locked);
         let made = made
-            .inspect_err(|e| tracing::debug!("a region stays unregistered: {e}"))
+            .inspect_err(|e| tracing::debug!("a region is not registered: {e}"))
             .ok()
             .map(Arc::new)?;
         all.insert(region.id(), (made.clone(), region.clone()));

@@ -47,7 +47,7 @@ impl Greeting {
         let at = |i: usize| u16::from_le_bytes([b[i], b[i + 1]]);
         if at(8) != VERSION {
             let m = format!(
-                "the other end speaks version {} below its frames, this one {VERSION}",
+                "the other end speaks version {} of the RDMA greeting, this one {VERSION}",
                 at(8)
             );
             return Err(Error::new(Code::Protocol, m));
@@ -58,7 +58,7 @@ impl Greeting {
             status: at(10),
         };
         if g.status == 0 && (g.credits < 2 || g.message < 64) {
-            let m = format!("the other end takes {} messages of {} bytes", g.credits, g.message);
+            let m = format!("the other end accepts {} messages of {} bytes", g.credits, g.message);
             return Err(Error::new(Code::Protocol, m));
         }
         Ok(g)

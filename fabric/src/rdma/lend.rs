@@ -87,7 +87,7 @@ impl Queue {
         held: Held,
         done: Option<oneshot::Sender<Held>>,
     ) -> Result<()> {
-        let none = || Error::new(Code::Io, "an operation that no room was made for");
+        let none = || Error::new(Code::Io, "an operation without a reserved slot");
         let _room = room.split(1).ok_or_else(none)?;
         self.post(s, wr, Wr::Op(Op { _room, held, done }))
     }
@@ -367,7 +367,10 @@ impl Bulk for Queue {
 
     async fn fetch(&self, from: &[data::Region], mut to: BufMut) -> Result<BufMut> {
         if from.iter().map(|r| r.len as usize).sum::<usize>() != to.len() {
-            return Err(Error::new(Code::Protocol, "regions of another length than the payload"));
+            return Err(Error::new(
+                Code::Protocol,
+                "regions whose length differs from the payload",
+            ));
         }
         let mr = match self.device.of_mut(&mut to) {
             Ok(mr) => mr,
@@ -389,10 +392,7 @@ impl Bulk for Queue {
         let parts = self.parts(payload).into_iter().map(part).collect::<Result<Vec<_>>>()?;
         let mut room = self.room(parts.len()).await?;
         if parts.iter().map(|p| p.buf.len()).sum::<usize>() > to.len as usize {
-            return Err(Error::new(
-                Code::Protocol,
-                "a payload that is longer than the room for it",
-            ));
+            return Err(Error::new(Code::Protocol, "a payload longer than its region"));
         }
         let mut s = self.state.lock();
         let mut at = to.addr;

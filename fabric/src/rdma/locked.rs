@@ -148,8 +148,8 @@ impl Budget {
             return (wanted, None);
         }
         let m = format!(
-            "RDMA: of the {wanted} bytes wanted for buffers only {may} are used, because the limit for locked memory is {limit} bytes{}; \
-             raise it (ulimit -l, LimitMEMLOCK=)",
+            "RDMA: only {may} of the wanted {wanted} bytes are used for buffers, because the \
+             limit for locked memory is {limit} bytes{}; raise it (ulimit -l, LimitMEMLOCK=)",
             shared_by(devices)
         );
         (may, Some(m))
@@ -158,8 +158,8 @@ impl Budget {
     /// The error when there is no room for a payload of this length.
     pub fn refusal(&self, len: usize) -> Error {
         let m = format!(
-            "{len} bytes cannot be registered for RDMA beside others; the limit for locked memory is {} bytes, raise it (ulimit -l, \
-             LimitMEMLOCK=)",
+            "{len} more bytes cannot be registered for RDMA; the limit for locked memory is {} \
+             bytes, raise it (ulimit -l, LimitMEMLOCK=)",
             self.limit
         );
         // A larger one never lies in a region of a pool.
@@ -218,7 +218,7 @@ pub fn pool_limit(wanted: u64) -> Result<(u64, Option<String>)> {
     Budget::here().keep_for_rdma();
     match Budget::here().pool(wanted, super::probe().map_or(1, |devices| devices.len())) {
         (0, why) => {
-            Err(Error::new(Code::NoMem, why.unwrap_or_else(|| "RDMA: no memory wanted".into())))
+            Err(Error::new(Code::NoMem, why.unwrap_or_else(|| "RDMA: no memory is wanted".into())))
         }
         other => Ok(other),
     }
@@ -232,8 +232,9 @@ pub fn whole_pool(size: u64, devices: usize) -> Result<()> {
         return Ok(());
     }
     let m = format!(
-        "RDMA is not used: buffers of {size} bytes may not be registered, because the limit for locked memory is {} bytes{}; raise it to \
-         {} bytes (ulimit -l, LimitMEMLOCK=), or ask for RDMA (fabric=rdma), which makes do with fewer",
+        "RDMA is not used: buffers of {size} bytes cannot be registered, because the limit for \
+         locked memory is {} bytes{}. Raise it to {} bytes (ulimit -l, LimitMEMLOCK=), or set \
+         fabric=rdma, which uses RDMA with fewer buffers",
         b.limit,
         shared_by(devices),
         size.saturating_mul(2 * devices.max(1) as u64)

@@ -99,8 +99,8 @@ pub fn probe() -> Result<Vec<String>> {
         (false, _) => Ok(good),
         (true, Some(e)) => Err(e),
         (true, None) => Err(verbs::missing(
-            "this machine has no RDMA device; load the driver of its network card and see that /dev/infiniband/uverbs* \
-             may be read and written"
+            "this machine has no RDMA device; load the driver of its network card and make sure \
+             that /dev/infiniband/uverbs* can be read and written"
                 .into(),
         )),
     }
@@ -250,7 +250,7 @@ impl RdmaFabric {
                 () = self.accept_until_removed(&listening, &service, &stop) => {}
             }
             tracing::warn!(
-                "the RDMA device of {at} was removed; it is listened at again when it is back"
+                "the RDMA device of {at} was removed; listening starts again when it is back"
             );
             // The device can be removed only when nothing uses it.
             drop(listening);
@@ -343,7 +343,10 @@ impl RdmaFabric {
         q.id().accept(&greeting().encode(), reads)?;
         let up = timeout(SETUP, q.id().events.expect(event::ESTABLISHED, &from)).await;
         up.unwrap_or_else(|_| {
-            Err(Error::new(Code::TimedOut, format!("{from} does not finish its connection")))
+            Err(Error::new(
+                Code::TimedOut,
+                format!("{from} did not complete its connection in time"),
+            ))
         })?;
         let q = self.up(q);
         let (rd, wr) = stream::halves(&q);

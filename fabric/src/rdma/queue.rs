@@ -354,8 +354,7 @@ impl Queue {
         }
         if !sent || s.inbox.len() as u32 + s.owed > u32::from(CREDITS) || s.credits > s.most_credits
         {
-            let m =
-                format!("{} does not keep to its credits, or sends what is no message", self.addr);
+            let m = format!("{} exceeds its credits, or sent an invalid message", self.addr);
             self.fail(s, Error::new(Code::Protocol, m));
         }
         if let Some(w) = s.reader.take() {

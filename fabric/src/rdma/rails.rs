@@ -129,7 +129,7 @@ pub async fn in_turn<X, T, F: Future<Output = Result<T>>>(
             _ => timeout(share, one(x)).await.unwrap_or_else(|_| {
                 Err(Error::new(
                     Code::TimedOut,
-                    format!("no answer within {share:?}, and there are other ways"),
+                    format!("no answer within {share:?}; trying another route"),
                 ))
             }),
         };

@@ -468,7 +468,7 @@ impl Handle {
         let p = unsafe { dlvsym(self.raw, n.as_ptr(), v.as_ptr()) };
         if p.is_null() {
             let m = format!(
-                "{} has no {name} ({version}): it is too old or of another vendor; {INSTALL}",
+                "{} has no {name} ({version}): it is too old or another vendor's; {INSTALL}",
                 self.file
             );
             return Err(missing(m));
@@ -514,7 +514,7 @@ mod tests {
         for (name, version) in [("ibv_reg_mr", "IBVERBS_1.1"), ("malloc", "IBVERBS_1.1")] {
             let e = other.symbol(name, version).err().unwrap();
             let said = format!(
-                "libc.so.6 has no {name} ({version}): it is too old or of another vendor; install rdma-core"
+                "libc.so.6 has no {name} ({version}): it is too old or another vendor's; install rdma-core"
             );
             assert!(e.code == Code::OpNotSupp && e.message.contains(&said), "{e}");
         }

@@ -145,7 +145,7 @@ impl TcpFabric {
             biased;
             w = self.streams.welcome(rd, wr, None, format!("tcp:{from}"), service, admit) => w,
             _ = &mut half.pushed => {
-                tracing::debug!(%from, "a handshake made place for another one");
+                tracing::debug!(%from, "a handshake was ended to make room for another one");
                 return;
             }
         };

@@ -120,7 +120,7 @@ impl Link {
         if number <= 2 {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                "not a socket of a supervisor",
+                "the descriptor is not a supervisor's socket",
             ));
         }
         // SAFETY: the caller inherited this descriptor for this use, and no other code in the
@@ -173,7 +173,7 @@ impl Link {
         let bad = || {
             io::Error::new(
                 io::ErrorKind::InvalidData,
-                "a message that no supervisor or daemon sends",
+                "a message that neither a supervisor nor a daemon sends",
             )
         };
         Ok(Some((Message::decode(&bytes[..got.bytes]).ok_or_else(bad)?, fds)))

@@ -37,7 +37,8 @@ pub const OTHER_LAYOUT: u8 = 64;
 const MYSELF: &str = "/proc/self/exe";
 
 /// The report about a daemon that ended without a last message.
-const UNSAID: &str = "whether all is safe is not known: the mount's daemon ended without saying so";
+const UNSAID: &str =
+    "it is not known whether all data is safe: the mount's daemon ended without a report";
 
 /// After a daemon that served for less than this, the next one is not started immediately.
 const SHORT_LIFE: Duration = Duration::from_millis(200);
@@ -155,7 +156,7 @@ impl Supervisor {
                     }
                     Event::Stop if self.descriptors.is_empty() => daemon.kill(),
                     Event::Stop if self.unmounted => {
-                        tracing::error!("stopped while not everything that was written was safe");
+                        tracing::error!("stopped before all written data was safe");
                         return Ok(1);
                     }
                     Event::Stop => self.stop(&mut stopping)?,
@@ -239,7 +240,7 @@ impl Supervisor {
                 self.control.iter().for_each(Control::close);
             }
             Message::Ended(lost) => self.lost = Some(lost),
-            m => tracing::warn!("the daemon said {m:?} out of turn"),
+            m => tracing::warn!("unexpected message {m:?} from the daemon"),
         }
     }
 
@@ -285,7 +286,8 @@ impl Supervisor {
         match mountpoint::detach(&self.cfg.mountpoint, false) {
             Err(e) if e.code == Code::Busy => {
                 tracing::warn!(
-                    "{e}; nobody can open anything there any more, open files go on until they are closed"
+                    "{e}; no new file can be opened there; open files keep working until they are \
+                     closed"
                 );
                 mountpoint::detach(&self.cfg.mountpoint, true)
             }
@@ -340,7 +342,7 @@ async fn ended(child: &mut Child) -> io::Result<ExitStatus> {
         }
         let is_over = child.id().is_some_and(is_zombie);
         if is_over && was_over {
-            tracing::warn!("a thread of the daemon that ended is held in the kernel");
+            tracing::warn!("a thread of the daemon that ended is still blocked in the kernel");
             return Ok(ExitStatus::from_raw(libc::SIGKILL));
         }
         was_over = is_over;
@@ -381,7 +383,7 @@ pub fn listen(at: &std::path::Path) -> Option<Control> {
         Ok(c) => Some(c),
         Err(e) => {
             tracing::warn!(
-                "unmounting will not wait for what was written: the socket for {device}: {e}"
+                "unmounting will not wait for written data: the socket for {device}: {e}"
             );
             None
         }

@@ -13,7 +13,7 @@ mod signals;
 fn errno(e: &Error) -> i32 {
     match e.errno() {
         libc::EAGAIN if e.code != Code::LockConflict => {
-            tracing::warn!("request given up: {e}");
+            tracing::warn!("a request was given up: {e}");
             libc::EIO
         }
         libc::EIO => {

@@ -127,7 +127,7 @@ impl Vfs {
             Err(e) => e.code != Code::NoEnt,
         };
         if !there && self.claims.refuses(thread, name) {
-            return Err(Error::new(Code::Stale, "the file was renamed between two lookups"));
+            return Err(Error::new(Code::Stale, "the file was renamed during the lookup"));
         }
         self.claims.settle(thread, name, ino);
         Ok(())

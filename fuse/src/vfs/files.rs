@@ -309,10 +309,13 @@ impl Vfs {
                 && let Ok(file) = open.file()
                 && let Err(e) = file.flush().await
             {
-                tracing::warn!(ino = open.ino, "what was written to a file that is closed: {e}");
+                tracing::warn!(
+                    ino = open.ino,
+                    "data written to a file that is closed is not safe: {e}"
+                );
             }
             if let Err(e) = locks.give_up().await {
-                tracing::warn!(ino = open.ino, "giving up the locks of a closed file: {e}");
+                tracing::warn!(ino = open.ino, "releasing the locks of a closed file: {e}");
             }
         }
         self.end_file(open).await;
@@ -370,7 +373,7 @@ impl Vfs {
         match whence {
             libc::SEEK_DATA => open.file()?.seek_data(offset).await,
             libc::SEEK_HOLE => open.file()?.seek_hole(offset).await,
-            _ => Err(Error::new(Code::Inval, format!("lseek from {whence} is not known"))),
+            _ => Err(Error::new(Code::Inval, format!("lseek mode {whence} is not supported"))),
         }
     }
 }
@@ -406,7 +409,7 @@ fn allocation(offset: u64, len: u64, mode: i32) -> Result<(bool, u64)> {
         ));
     }
     if len == 0 {
-        return Err(Error::new(Code::Inval, "fallocate of no bytes"));
+        return Err(Error::new(Code::Inval, "fallocate needs at least one byte"));
     }
     let end = offset.saturating_add(len);
     if end > MAX_FILE_SIZE && mode != PUNCH {

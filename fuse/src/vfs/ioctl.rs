@@ -26,7 +26,7 @@ impl Vfs {
                 Servers::encode(uuid, &endpoints)
             }
             _ => {
-                tracing::debug!("ioctl {command:#x} is not known");
+                tracing::debug!("ioctl {command:#x} is not supported");
                 return None;
             }
         };

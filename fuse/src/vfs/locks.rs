@@ -310,7 +310,8 @@ impl OpenFile {
         if !self.lost_locks(vfs) {
             return Ok(());
         }
-        let m = "the locks taken through this open file are lost: the metadata servers gave this client up; close it";
+        let m = "the locks taken through this open file are lost, because the metadata servers \
+                 evicted this client; close the file";
         Err(Error::new(Code::Io, m))
     }
 

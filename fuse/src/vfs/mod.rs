@@ -270,7 +270,10 @@ impl Vfs {
                 Err(e) => Err(e),
             };
             if let Err(e) = flushed {
-                tracing::warn!(ino = open.ino, "a file that was open when the mount ended: {e}");
+                tracing::warn!(
+                    ino = open.ino,
+                    "a file was open when the mount ended, and closing it failed: {e}"
+                );
                 outcome = outcome.and(Err(e));
             }
         }

@@ -65,9 +65,9 @@ impl Vfs {
             return None;
         }
         match tokio::time::timeout(COUNT_LIMIT, self.client.allocated(ino)).await {
-            Ok(counted) => {
-                counted.inspect_err(|e| tracing::debug!(ino, "counting what is stored: {e}")).ok()
-            }
+            Ok(counted) => counted
+                .inspect_err(|e| tracing::debug!(ino, "asking for the space in use: {e}"))
+                .ok(),
             Err(_) => {
                 *self.uncounted.lock() = Some(Instant::now());
                 None

@@ -97,7 +97,7 @@ impl Vfs {
                     tracing::warn!(
                         ino = f.ino,
                         handle,
-                        "a file that was open could not be opened again: {e}"
+                        "an open file could not be opened again: {e}"
                     );
                 }
                 Error {

@@ -26,7 +26,7 @@ pub async fn find_subtree(client: &Client, creds: &pb::Creds, path: &str) -> Res
                 at = attr.ino;
                 continue;
             }
-            libc::S_IFLNK => "a symbolic link, which is not followed",
+            libc::S_IFLNK => "it is a symbolic link; these are not followed",
             _ => "not a folder",
         };
         return Err(Error::new(Code::NotDir, format!("subtree {path}: '{name}' is {what}")));
@@ -94,7 +94,7 @@ impl Vfs {
         }
         let base = self.client.path_of(&root, self.root).await?;
         below(&base, &path)
-            .ok_or_else(|| Error::new(Code::Stale, "it lies outside of the mounted folder"))
+            .ok_or_else(|| Error::new(Code::Stale, "it is outside of the mounted folder"))
     }
 }
 

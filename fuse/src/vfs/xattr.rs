@@ -125,7 +125,7 @@ impl Vfs {
                 return match (found.layout, found.spec) {
                     (Some(layout), _) => Ok(layout.encode_to_vec().into()),
                     (None, Some(spec)) => Ok(spec.encode_to_vec().into()),
-                    (None, None) => Err(no_data("no layout of its own")),
+                    (None, None) => Err(no_data("it has no layout of its own")),
                 };
             }
             "effective" => {

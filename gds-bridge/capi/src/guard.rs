@@ -60,7 +60,7 @@ fn panicked(cause: &(dyn Any + Send)) -> Error {
     let text = cause.downcast_ref::<&str>().copied();
     let text =
         text.or_else(|| cause.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text");
-    Error::new(Code::Io, format!("a fault of this library: {text}"))
+    Error::new(Code::Io, format!("a bug in this library: {text}"))
 }
 
 fn caught<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {

@@ -265,7 +265,7 @@ unsafe fn transfers(session: &Arc<Session>, p: *const Range, n: usize) -> Result
         let f =
             unsafe { r.file.as_ref() }.ok_or_else(|| inval(format!("range {i}: file is NULL")))?;
         if !Arc::ptr_eq(&f.session, session) {
-            return Err(inval(format!("range {i}: the file is of another bridge")));
+            return Err(inval(format!("range {i}: the file belongs to another bridge")));
         }
         Ok(Transfer { file: f.for_calls()?, offset: r.offset, gpu: r.address, len: r.length })
     };

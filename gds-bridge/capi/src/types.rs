@@ -79,7 +79,7 @@ impl Options {
         let all = [FIRST, SECOND, THIRD, known];
         if !all.contains(&size) {
             return Err(inval(format!(
-                "options: size is {size}, and this version of the library knows {all:?}"
+                "options: size is {size}, but this version of the library knows {all:?}"
             )));
         }
         // Fields that an older program does not have are zero, which is their default.
@@ -91,7 +91,7 @@ impl Options {
             o.assume_init()
         };
         if o.reserved != 0 {
-            return Err(inval(format!("options: reserved is {}, and must be 0", o.reserved)));
+            return Err(inval(format!("options: reserved is {}; it must be 0", o.reserved)));
         }
         let or = |p: *const c_char, what: &str, default| {
             // SAFETY: the caller's promise.
@@ -108,7 +108,7 @@ impl Options {
             "rdma" => Use::Rdma,
             other => {
                 return Err(inval(format!(
-                    "options: fabric is '{other}'; auto, tcp and rdma are known"
+                    "options: fabric is '{other}'; expected auto, tcp or rdma"
                 )));
             }
         };
@@ -143,7 +143,7 @@ impl ReportOut {
         if size == known {
             return Ok(());
         }
-        Err(inval(format!("report: size is {size}, and this version of the library knows {known}")))
+        Err(inval(format!("report: size is {size}, but this version of the library knows {known}")))
     }
 
     /// # Safety

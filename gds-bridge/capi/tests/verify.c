@@ -45,7 +45,7 @@ int main(int n, char **arg) {
     uint32_t want = on_gpu ? STRAKEGDS_CHECKSUM_ON_GPU : STRAKEGDS_CHECKSUM_AT_CLIENT;
     CHECK(rep[0].checksum == want && rep[1].checksum == want);
     CHECK(strstr(strakegds_report_json(), on_gpu ? "\"checksums\":\"gpu\"" : "\"checksums\":\"host\""));
-    const char *why = on_gpu ? "\"not_on_gpu\":null" : asked == 1 ? "there is no GPU" : "it was not asked for";
+    const char *why = on_gpu ? "\"not_on_gpu\":null" : asked == 1 ? "there is no GPU" : "it was not requested";
     CHECK(strstr(strakegds_report_json(), why));
     CHECK(strakegds_file_close(f) == 0 && strakegds_free(b, tensor) == 0);
     strakegds_close(b);

@@ -13,14 +13,14 @@ use crate::{
     abi::{self, Descriptor, Event, IoVec, Level1, Level2, Level3, Params, Properties, Status},
     batch::{Batch, duration},
     driver::{Driver, Handle, OurFile},
+    errors::{CallError, Done, control, moving, say},
     io::{self, Asked, Order},
-    real::{self, Range, Real},
     set,
-    stats::{self, By, Stats, Way},
-    wrong::{Done, Wrong, control, moving, say},
+    stats::{self, Access, By, Stats},
+    vendor::{self, Range, Vendor},
 };
 
-const BAD: Wrong = Wrong::Op(abi::INVALID_VALUE);
+const BAD: CallError = CallError::Op(abi::INVALID_VALUE);
 
 /// Marks this library, so that it can recognise itself.
 #[unsafe(no_mangle)]
@@ -31,7 +31,7 @@ pub extern "C" fn strake_cufile() -> c_int {
 /// Passes a call back that the real library makes to its own function.
 macro_rules! own_call {
     ($field:ident($($arg:expr),*)) => {
-        if let Some(f) = real::inside().and_then(|r| r.$field) {
+        if let Some(f) = vendor::inside().and_then(|r| r.$field) {
             // SAFETY: the real library's own arguments.
             return unsafe { f($($arg),*) };
         }
@@ -176,9 +176,9 @@ fn buf_register(d: &Driver, addr: *const c_void, len: usize, flags: c_int) -> Do
         return Err(BAD);
     }
     let (_, cuda) = d.cuda_of_thread()?;
-    if let Some(n) = cuda.device_of(addr as u64).map_err(|f| Wrong::from(&f))? {
+    if let Some(n) = cuda.device_of(addr as u64).map_err(|f| CallError::from(&f))? {
         strake_gds::GpuMem::check(&d.cuda(n)?, addr as u64, len as u64)
-            .map_err(|f| Wrong::from(&f))?;
+            .map_err(|f| CallError::from(&f))?;
     } else {
         // Host memory, or an invalid address: check that both ends can be read.
         crate::host::get(addr as u64, 1)?;
@@ -187,13 +187,13 @@ fn buf_register(d: &Driver, addr: *const c_void, len: usize, flags: c_int) -> Do
     let mut all = d.buffers.lock();
     // Read with the buffers locked: a thread that opens the real library's driver registers them
     // under the same lock.
-    let real = d.real_if_open();
+    let vendor = d.vendor_if_open();
     if all.contains_key(&(addr as u64)) {
-        return Err(Wrong::Op(abi::MEMORY_ALREADY_REGISTERED));
+        return Err(CallError::Op(abi::MEMORY_ALREADY_REGISTERED));
     }
-    if let Some(real) = real {
+    if let Some(vendor) = vendor {
         // SAFETY: the program registers this memory, so it exists.
-        real.control(real.buf_register, |f| unsafe { f(addr, len, flags) })?;
+        vendor.control(vendor.buf_register, |f| unsafe { f(addr, len, flags) })?;
     }
     all.insert(addr as u64, len);
     Ok(())
@@ -222,9 +222,9 @@ pub unsafe extern "C" fn cuFileBufDeregister(addr: *const c_void) -> Status {
     control(|| {
         let d = Driver::open_one()?;
         let done = d.buffers.lock().remove(&(addr as u64)).map(drop).ok_or(BAD);
-        if let (Ok(()), Some(real)) = (done, d.real_if_open()) {
+        if let (Ok(()), Some(vendor)) = (done, d.vendor_if_open()) {
             // SAFETY: an address, which the real library need not have registered.
-            let _ = real.control(real.buf_deregister, |f| unsafe { f(addr) });
+            let _ = vendor.control(vendor.buf_deregister, |f| unsafe { f(addr) });
         }
         d.stats.buffer(device_of(&d, addr as u64), None, &done);
         done
@@ -235,20 +235,28 @@ pub unsafe extern "C" fn cuFileBufDeregister(addr: *const c_void) -> Status {
 fn move_bytes(
     handle: *mut c_void,
     asked: &Asked,
-    other: impl FnOnce(&Real, *mut c_void, &Range) -> Done<usize>,
+    other: impl FnOnce(&Vendor, *mut c_void, &Range) -> Done<usize>,
 ) -> Done<usize> {
     let d = Driver::open_one()?;
     match &*d.handle(handle)? {
         Handle::Ours(of) => io::transfer(&d, of, asked),
-        Handle::Real(h) => {
-            d.stats.passed_on(if asked.way == Way::Read { "reads" } else { "writes" });
-            other(d.real()?, h.word(), &h.range(asked.offset, asked.size))
+        Handle::Vendor(h) => {
+            d.stats.passed_on(if asked.access == Access::Read { "reads" } else { "writes" });
+            other(d.vendor()?, h.word(), &h.range(asked.offset, asked.size))
         }
     }
 }
 
-fn plain(way: Way, base: *const c_void, size: usize, offset: i64, base_offset: i64) -> Asked {
-    Asked { way, by: By::Call, order: Order::Default, base: base as u64, size, offset, base_offset }
+fn plain(access: Access, base: *const c_void, size: usize, offset: i64, base_offset: i64) -> Asked {
+    Asked {
+        access,
+        by: By::Call,
+        order: Order::Default,
+        base: base as u64,
+        size,
+        offset,
+        base_offset,
+    }
 }
 
 /// Reads, as pread(2).
@@ -262,10 +270,16 @@ pub unsafe extern "C" fn cuFileRead(
 ) -> isize {
     own_call!(read(handle, base, size, offset, base_offset));
     moving(|| {
-        move_bytes(handle, &plain(Way::Read, base, size, offset, base_offset), |real, h, range| {
-            // SAFETY: the program's arguments, with the handle that the library knows.
-            real.moving(real.read, range, |f| unsafe { f(h, base, size, offset, base_offset) })
-        })
+        move_bytes(
+            handle,
+            &plain(Access::Read, base, size, offset, base_offset),
+            |vendor, h, range| {
+                // SAFETY: the program's arguments, with the handle that the library knows.
+                vendor.moving(vendor.read, range, |f| unsafe {
+                    f(h, base, size, offset, base_offset)
+                })
+            },
+        )
     })
 }
 
@@ -280,20 +294,26 @@ pub unsafe extern "C" fn cuFileWrite(
 ) -> isize {
     own_call!(write(handle, base, size, offset, base_offset));
     moving(|| {
-        move_bytes(handle, &plain(Way::Write, base, size, offset, base_offset), |real, h, range| {
-            // SAFETY: the program's arguments, with the handle that the library knows.
-            real.moving(real.write, range, |f| unsafe { f(h, base, size, offset, base_offset) })
-        })
+        move_bytes(
+            handle,
+            &plain(Access::Write, base, size, offset, base_offset),
+            |vendor, h, range| {
+                // SAFETY: the program's arguments, with the handle that the library knows.
+                vendor.moving(vendor.write, range, |f| unsafe {
+                    f(h, base, size, offset, base_offset)
+                })
+            },
+        )
     })
 }
 
 /// Moves pieces one after the other, as preadv(2) and pwritev(2). An error of any piece fails the
 /// call.
-fn pieces(of: &OurFile, d: &Driver, way: Way, all: &[IoVec], offset: i64) -> Done<usize> {
+fn pieces(of: &OurFile, d: &Driver, access: Access, all: &[IoVec], offset: i64) -> Done<usize> {
     let mut done = 0usize;
     for v in all {
         let at = i64::try_from(done).ok().and_then(|n| offset.checked_add(n)).ok_or(BAD)?;
-        let asked = Asked { by: By::Vector, ..plain(way, v.base, v.len, at, 0) };
+        let asked = Asked { by: By::Vector, ..plain(access, v.base, v.len, at, 0) };
         let n = io::transfer(d, of, &asked)?;
         done += n;
         if n < v.len {
@@ -304,7 +324,7 @@ fn pieces(of: &OurFile, d: &Driver, way: Way, all: &[IoVec], offset: i64) -> Don
 }
 
 unsafe fn vector(
-    way: Way,
+    access: Access,
     handle: *mut c_void,
     iov: *const IoVec,
     n: usize,
@@ -321,13 +341,13 @@ unsafe fn vector(
         let all = if n == 0 { &[][..] } else { unsafe { slice::from_raw_parts(iov, n) } };
         let whole = all.iter().try_fold(0usize, |sum, v| sum.checked_add(v.len)).ok_or(BAD)?;
         match &*handle {
-            Handle::Ours(of) => pieces(of, &d, way, all, offset),
-            Handle::Real(h) => {
-                let (real, range, h) = (d.real()?, h.range(offset, whole), h.word());
-                d.stats.passed_on(if way == Way::Read { "reads" } else { "writes" });
-                let f = if way == Way::Read { real.readv } else { real.writev };
+            Handle::Ours(of) => pieces(of, &d, access, all, offset),
+            Handle::Vendor(h) => {
+                let (vendor, range, h) = (d.vendor()?, h.range(offset, whole), h.word());
+                d.stats.passed_on(if access == Access::Read { "reads" } else { "writes" });
+                let f = if access == Access::Read { vendor.readv } else { vendor.writev };
                 // SAFETY: the program's arguments, with the handle that the library knows.
-                real.moving(f, &range, |f| unsafe { f(h, iov, n, offset, flags) })
+                vendor.moving(f, &range, |f| unsafe { f(h, iov, n, offset, flags) })
             }
         }
     })
@@ -344,7 +364,7 @@ pub unsafe extern "C" fn cuFileReadv(
 ) -> isize {
     own_call!(readv(h, iov, n, offset, flags));
     // SAFETY: the caller's promise.
-    unsafe { vector(Way::Read, h, iov, n, offset, flags) }
+    unsafe { vector(Access::Read, h, iov, n, offset, flags) }
 }
 
 /// Writes several pieces of memory.
@@ -358,7 +378,7 @@ pub unsafe extern "C" fn cuFileWritev(
 ) -> isize {
     own_call!(writev(h, iov, n, offset, flags));
     // SAFETY: the caller's promise.
-    unsafe { vector(Way::Write, h, iov, n, offset, flags) }
+    unsafe { vector(Access::Write, h, iov, n, offset, flags) }
 }
 
 /// Pointers of a call in a stream. Their targets are read when the stream reaches the call.
@@ -375,7 +395,12 @@ struct Later {
 ///
 /// # Safety
 /// Pointers as cuFile's interface requires.
-unsafe fn in_stream(way: Way, handle: *mut c_void, p: &Later, stream: *mut c_void) -> Done<()> {
+unsafe fn in_stream(
+    access: Access,
+    handle: *mut c_void,
+    p: &Later,
+    stream: *mut c_void,
+) -> Done<()> {
     let d = Driver::open_one()?;
     let handle = d.handle(handle)?;
     if p.base.is_null()
@@ -392,27 +417,27 @@ unsafe fn in_stream(way: Way, handle: *mut c_void, p: &Later, stream: *mut c_voi
             // SAFETY: the program's stream.
             if let Err((fault, code)) = unsafe { cuda.wait_for(stream) } {
                 say(|| format!("waiting for a stream: {fault}"));
-                return Err(match Wrong::from(&fault) {
-                    recording @ Wrong::Op(abi::ASYNC_NOT_SUPPORTED) => recording,
-                    _ => Wrong::Cuda(code),
+                return Err(match CallError::from(&fault) {
+                    recording @ CallError::Op(abi::ASYNC_NOT_SUPPORTED) => recording,
+                    _ => CallError::Cuda(code),
                 });
             }
             // SAFETY: not null, and the program promises that they point to values.
             let (size, offset, base_offset) =
                 unsafe { (p.size.read(), p.offset.read(), p.base_offset.read()) };
             let asked =
-                Asked { order: Order::Settled, ..plain(way, p.base, size, offset, base_offset) };
+                Asked { order: Order::Settled, ..plain(access, p.base, size, offset, base_offset) };
             let n = moving(|| io::transfer(&d, of, &asked));
             // SAFETY: as above.
             unsafe { p.bytes.write(n) };
             Ok(())
         }
-        Handle::Real(h) => {
-            let (real, h) = (d.real()?, h.word());
-            d.stats.passed_on(if way == Way::Read { "reads" } else { "writes" });
-            let f = if way == Way::Read { real.read_async } else { real.write_async };
+        Handle::Vendor(h) => {
+            let (vendor, h) = (d.vendor()?, h.word());
+            d.stats.passed_on(if access == Access::Read { "reads" } else { "writes" });
+            let f = if access == Access::Read { vendor.read_async } else { vendor.write_async };
             // SAFETY: the program's arguments, with the handle that the library knows.
-            real.control(f, |f| unsafe {
+            vendor.control(f, |f| unsafe {
                 f(h, p.base, p.size, p.offset, p.base_offset, p.bytes, stream)
             })
         }
@@ -433,7 +458,7 @@ pub unsafe extern "C" fn cuFileReadAsync(
     own_call!(read_async(handle, base, size, offset, base_offset, bytes, stream));
     // SAFETY: the caller's promise.
     control(|| unsafe {
-        in_stream(Way::Read, handle, &Later { base, size, offset, base_offset, bytes }, stream)
+        in_stream(Access::Read, handle, &Later { base, size, offset, base_offset, bytes }, stream)
     })
 }
 
@@ -451,7 +476,7 @@ pub unsafe extern "C" fn cuFileWriteAsync(
     own_call!(write_async(handle, base, size, offset, base_offset, bytes, stream));
     // SAFETY: the caller's promise.
     control(|| unsafe {
-        in_stream(Way::Write, handle, &Later { base, size, offset, base_offset, bytes }, stream)
+        in_stream(Access::Write, handle, &Later { base, size, offset, base_offset, bytes }, stream)
     })
 }
 
@@ -467,9 +492,9 @@ pub unsafe extern "C" fn cuFileStreamRegister(stream: *mut c_void, flags: c_uint
         if flags & !STREAM_FLAGS != 0 {
             return Err(BAD);
         }
-        if let Some(real) = d.real_if_open() {
+        if let Some(vendor) = d.vendor_if_open() {
             // SAFETY: the program's stream.
-            real.control(real.stream_register, |f| unsafe { f(stream, flags) })?;
+            vendor.control(vendor.stream_register, |f| unsafe { f(stream, flags) })?;
         }
         d.streams.lock().insert(stream as usize, flags);
         Ok(())
@@ -483,9 +508,9 @@ pub unsafe extern "C" fn cuFileStreamDeregister(stream: *mut c_void) -> Status {
     control(|| {
         let d = Driver::open_one()?;
         d.streams.lock().remove(&(stream as usize)).ok_or(BAD)?;
-        if let Some(real) = d.real_if_open() {
+        if let Some(vendor) = d.vendor_if_open() {
             // SAFETY: the program's stream, which the real library need not have registered.
-            let _ = real.control(real.stream_deregister, |f| unsafe { f(stream) });
+            let _ = vendor.control(vendor.stream_deregister, |f| unsafe { f(stream) });
         }
         Ok(())
     })
@@ -709,7 +734,7 @@ pub unsafe extern "C" fn cuFileGetParameterMinMaxValue(
 /// The driver, while parameters may be set.
 fn before() -> Done<&'static Driver> {
     let d = Driver::get()?;
-    if d.uses() > 0 { Err(Wrong::Op(abi::DRIVER_ALREADY_OPEN)) } else { Ok(d) }
+    if d.uses() > 0 { Err(CallError::Op(abi::DRIVER_ALREADY_OPEN)) } else { Ok(d) }
 }
 
 /// Sets a parameter.
@@ -815,11 +840,14 @@ pub unsafe extern "C" fn cuFileGetParameterGpuBounceBufferSlabArray(
 }
 
 /// A call that does not concern files: the real library answers it, if there is one.
-fn ask_real<F: Copy>(f: impl FnOnce(&Real) -> Option<F>, call: impl FnOnce(F) -> Status) -> Status {
+fn ask_vendor<F: Copy>(
+    f: impl FnOnce(&Vendor) -> Option<F>,
+    call: impl FnOnce(F) -> Status,
+) -> Status {
     control(|| {
         Driver::open_one()?;
-        let real = Real::get().map_err(|_| Wrong::Op(abi::PLATFORM_NOT_SUPPORTED))?;
-        real.control(f(real), call)
+        let vendor = Vendor::get().map_err(|_| CallError::Op(abi::PLATFORM_NOT_SUPPORTED))?;
+        vendor.control(f(vendor), call)
     })
 }
 
@@ -828,7 +856,7 @@ fn ask_real<F: Copy>(f: impl FnOnce(&Real) -> Option<F>, call: impl FnOnce(F) ->
 pub unsafe extern "C" fn cuFileGetBARSizeInKB(gpu: c_int, size: *mut usize) -> Status {
     own_call!(bar_size(gpu, size));
     // SAFETY: the program's arguments.
-    ask_real(|r| r.bar_size, |f| unsafe { f(gpu, size) })
+    ask_vendor(|r| r.bar_size, |f| unsafe { f(gpu, size) })
 }
 
 /// Returns the real library's answer.
@@ -836,7 +864,7 @@ pub unsafe extern "C" fn cuFileGetBARSizeInKB(gpu: c_int, size: *mut usize) -> S
 pub unsafe extern "C" fn cuFileExportPCIeTopology(file: *const c_char) -> Status {
     own_call!(topology(file));
     // SAFETY: the program's arguments.
-    ask_real(|r| r.topology, |f| unsafe { f(file) })
+    ask_vendor(|r| r.topology, |f| unsafe { f(file) })
 }
 
 /// Returns the real library's answer.
@@ -844,7 +872,7 @@ pub unsafe extern "C" fn cuFileExportPCIeTopology(file: *const c_char) -> Status
 pub unsafe extern "C" fn cuFileDriverGetP2PFlags(of: c_int, flags: *mut c_int) -> Status {
     own_call!(get_p2p(of, flags));
     // SAFETY: the program's arguments.
-    ask_real(|r| r.get_p2p, |f| unsafe { f(of, flags) })
+    ask_vendor(|r| r.get_p2p, |f| unsafe { f(of, flags) })
 }
 
 /// Returns the real library's answer.
@@ -852,5 +880,5 @@ pub unsafe extern "C" fn cuFileDriverGetP2PFlags(of: c_int, flags: *mut c_int) -
 pub extern "C" fn cuFileDriverSetP2PFlags(of: c_int, flags: c_int) -> Status {
     own_call!(set_p2p(of, flags));
     // SAFETY: the program's arguments.
-    ask_real(|r| r.set_p2p, |f| unsafe { f(of, flags) })
+    ask_vendor(|r| r.set_p2p, |f| unsafe { f(of, flags) })
 }

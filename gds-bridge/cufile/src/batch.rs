@@ -14,10 +14,10 @@ use parking_lot::{Condvar, Mutex};
 use crate::{
     abi::{self, Event, Params},
     driver::{Active, Driver, Handle},
+    errors::{CallError, Done, caught, say},
     io::{self, Asked, Order},
-    real::{Range, Real},
-    stats::{By, Way},
-    wrong::{Done, Wrong, caught, say},
+    stats::{Access, By},
+    vendor::{Range, Vendor},
 };
 
 /// Number of threads that run entries.
@@ -54,7 +54,7 @@ fn pool() -> Done<&'static Pool> {
     };
     match POOL.get_or_init(start) {
         (pool, true) => Ok(pool),
-        _ => Err(Wrong::Os(libc::EAGAIN)),
+        _ => Err(CallError::Os(libc::EAGAIN)),
     }
 }
 
@@ -76,7 +76,7 @@ struct State {
     ended: VecDeque<Event>,
     /// The real library's batch (0: not made yet; it is made when first needed), and its entries
     /// whose end the program does not know yet.
-    real: usize,
+    vendor: usize,
     others: BTreeMap<usize, Other>,
     next_other: usize,
     destroyed: bool,
@@ -110,18 +110,18 @@ impl Batch {
     pub fn submit(self: &Arc<Batch>, driver: &'static Driver, all: &[Params]) -> Done<()> {
         let (mut ours, mut others) = (Vec::new(), Vec::new());
         for p in all {
-            let way = match (p.mode, p.opcode) {
-                (abi::BATCH, abi::READ) => Way::Read,
-                (abi::BATCH, abi::WRITE) => Way::Write,
-                _ => return Err(Wrong::Op(abi::INVALID_VALUE)),
+            let access = match (p.mode, p.opcode) {
+                (abi::BATCH, abi::READ) => Access::Read,
+                (abi::BATCH, abi::WRITE) => Access::Write,
+                _ => return Err(CallError::Op(abi::INVALID_VALUE)),
             };
             let handle = driver.handle(p.handle)?;
-            if let Handle::Real(h) = &*handle {
+            if let Handle::Vendor(h) = &*handle {
                 others.push((Params { handle: h.word(), ..*p }, h.range(p.file_offset, p.size)));
                 continue;
             }
             let asked = Asked {
-                way,
+                access,
                 by: By::Batch,
                 order: Order::Default,
                 base: p.base as u64,
@@ -134,13 +134,13 @@ impl Batch {
         let pool = pool()?;
         let mut s = self.state.lock();
         if s.destroyed {
-            return Err(Wrong::Op(abi::INVALID_VALUE));
+            return Err(CallError::Op(abi::INVALID_VALUE));
         }
         if s.outstanding() + all.len() > self.most {
-            return Err(Wrong::Op(abi::BATCH_FULL));
+            return Err(CallError::Op(abi::BATCH_FULL));
         }
         if !others.is_empty() {
-            self.submit_real(driver, &mut s, &others)?;
+            self.submit_to_vendor(driver, &mut s, &others)?;
         }
         s.waiting += ours.len();
         let mut jobs = pool.jobs.lock();
@@ -155,18 +155,18 @@ impl Batch {
         Ok(())
     }
 
-    fn submit_real(
+    fn submit_to_vendor(
         &self,
         driver: &'static Driver,
         s: &mut State,
         others: &[(Params, Range)],
     ) -> Done<()> {
-        let real = driver.real()?;
-        if s.real == 0 {
+        let vendor = driver.vendor()?;
+        if s.vendor == 0 {
             let mut to = ptr::null_mut();
             // SAFETY: writes one pointer.
-            real.control(real.batch_setup, |f| unsafe { f(&mut to, self.most as u32) })?;
-            s.real = to as usize;
+            vendor.control(vendor.batch_setup, |f| unsafe { f(&mut to, self.most as u32) })?;
+            s.vendor = to as usize;
         }
         let first = s.next_other;
         let number = |(i, (p, _)): (usize, &(Params, Range))| Params {
@@ -176,8 +176,8 @@ impl Batch {
         let mut given: Vec<Params> = others.iter().enumerate().map(number).collect();
         let n = given.len() as u32;
         // SAFETY: there are `n` entries, and their handles are the real library's.
-        real.control(real.batch_submit, |f| unsafe {
-            f(s.real as *mut c_void, n, given.as_mut_ptr(), 0)
+        vendor.control(vendor.batch_submit, |f| unsafe {
+            f(s.vendor as *mut c_void, n, given.as_mut_ptr(), 0)
         })?;
         s.next_other += others.len();
         for (i, (p, asked)) in others.iter().enumerate() {
@@ -191,7 +191,7 @@ impl Batch {
         let cancelled = number < self.state.lock().cancelled;
         let outcome = (!cancelled).then(|| match &*e.handle {
             Handle::Ours(of) => caught(|| io::transfer(driver, of, &e.asked)),
-            Handle::Real(_) => Err(Wrong::Op(abi::INTERNAL_ERROR)),
+            Handle::Vendor(_) => Err(CallError::Op(abi::INTERNAL_ERROR)),
         });
         let (status, ret) = match outcome {
             None => (abi::CANCELED, 0),
@@ -220,10 +220,10 @@ impl Batch {
                 told += 1;
             }
             if s.destroyed {
-                return if told > 0 { Ok(told) } else { Err(Wrong::Op(abi::INVALID_VALUE)) };
+                return if told > 0 { Ok(told) } else { Err(CallError::Op(abi::INVALID_VALUE)) };
             }
             if !s.others.is_empty() && told < to.len() {
-                match Batch::ended_real(&mut s, &mut to[told..]) {
+                match Batch::ended_at_vendor(&mut s, &mut to[told..]) {
                     Ok(n) => told += n,
                     // Return the entries taken from the queue above now, and the error at the next
                     // call.
@@ -245,25 +245,25 @@ impl Batch {
         }
     }
 
-    fn ended_real(s: &mut State, to: &mut [Event]) -> Done<usize> {
-        let real = Real::known().ok_or(Wrong::Op(abi::INTERNAL_ERROR))?;
+    fn ended_at_vendor(s: &mut State, to: &mut [Event]) -> Done<usize> {
+        let vendor = Vendor::known().ok_or(CallError::Op(abi::INTERNAL_ERROR))?;
         let (room, mut n) = (to.len().min(s.others.len()), 0);
         n += room as u32;
         let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: `to` has space for as many events as are requested.
-        real.control(real.batch_status, |f| unsafe {
-            f(s.real as *mut c_void, 0, &mut n, to.as_mut_ptr(), &mut now)
+        vendor.control(vendor.batch_status, |f| unsafe {
+            f(s.vendor as *mut c_void, 0, &mut n, to.as_mut_ptr(), &mut now)
         })?;
         let n = (n as usize).min(room);
         let mut told = 0;
         for i in 0..n {
             let mut e = to[i];
             let Some(other) = s.others.remove(&(e.cookie as usize)) else {
-                say(|| "the real libcufile told of an entry that it does not have".into());
+                say(|| "the real libcufile reported an entry that it does not have".into());
                 continue;
             };
             e.cookie = other.cookie as *mut c_void;
-            real.event(&mut e, &other.asked);
+            vendor.event(&mut e, &other.asked);
             to[told] = e;
             told += 1;
         }
@@ -274,29 +274,29 @@ impl Batch {
     pub fn cancel(&self) -> Done<()> {
         let mut s = self.state.lock();
         s.cancelled = s.given;
-        match Real::known() {
-            Some(real) if !s.others.is_empty() => {
+        match Vendor::known() {
+            Some(vendor) if !s.others.is_empty() => {
                 // SAFETY: a batch of the real library.
-                real.control(real.batch_cancel, |f| unsafe { f(s.real as *mut c_void) })
+                vendor.control(vendor.batch_cancel, |f| unsafe { f(s.vendor as *mut c_void) })
             }
             _ => Ok(()),
         }
     }
 
-    /// Ends the batch. Returns when none of its entries uses the program's memory any more. `real`:
-    /// whether the real library may be called.
-    pub fn destroy(&self, real: bool) {
+    /// Ends the batch. Returns when none of its entries uses the program's memory any more.
+    /// `vendor`: whether the real library may be called.
+    pub fn destroy(&self, vendor: bool) {
         let mut s = self.state.lock();
         s.cancelled = s.given;
         s.destroyed = true;
         self.changed.wait_while(&mut s, |s| s.waiting > 0);
-        if s.real != 0
-            && real
-            && let Some(real) = Real::known()
+        if s.vendor != 0
+            && vendor
+            && let Some(vendor) = Vendor::known()
         {
             // SAFETY: a batch of the real library, which cannot be named any more.
-            let _ = real.call(real.batch_destroy, |f| unsafe { f(s.real as *mut c_void) });
-            s.real = 0;
+            let _ = vendor.call(vendor.batch_destroy, |f| unsafe { f(s.vendor as *mut c_void) });
+            s.vendor = 0;
         }
         s.others.clear();
         // Wake threads that still wait: there is nothing left to wait for.

@@ -22,13 +22,12 @@ use strake_gds::{
 use crate::{
     abi::{self, Descriptor, Properties},
     batch::Batch,
-    found::{self, Found, Kind},
+    errors::{CallError, Done, caught, say},
+    mount_detection::{self, Found, Kind},
     params::Set,
-    policy,
-    real::{Range, Real},
-    set,
+    policy, set,
     stats::Stats,
-    wrong::{Done, Wrong, caught, say},
+    vendor::{Range, Vendor},
 };
 
 /// How long the exit of the process waits for connections to close.
@@ -40,7 +39,7 @@ const FIRST_ID: u64 = 1 << 62;
 /// A file that a program registered.
 pub enum Handle {
     Ours(Box<OurFile>),
-    Real(Foreign),
+    Vendor(Foreign),
 }
 
 /// A file that the real library has registered.
@@ -116,7 +115,7 @@ pub struct Driver {
     /// Whether the real library's driver is open. Set while `buffers` is locked, so that each
     /// buffer is registered there once: either when the driver opens or when the program registers
     /// it, whichever comes second.
-    real: AtomicBool,
+    vendor: AtomicBool,
     pub stats: Stats,
 }
 
@@ -210,13 +209,13 @@ impl Driver {
                 params: Mutex::default(),
                 properties: Mutex::new(properties()),
                 opening: Mutex::default(),
-                real: AtomicBool::new(false),
+                vendor: AtomicBool::new(false),
                 stats: Stats::default(),
             }
         };
         let d = DRIVER.get_or_init(new);
         if ![0, std::process::id()].contains(&d.pid.load(SeqCst)) {
-            return Err(Wrong::Op(abi::DRIVER_NOT_INITIALIZED));
+            return Err(CallError::Op(abi::DRIVER_NOT_INITIALIZED));
         }
         Ok(d)
     }
@@ -226,7 +225,11 @@ impl Driver {
     pub fn open_one() -> Done<Working> {
         let driver = Driver::get()?;
         let working = Working { driver, _active: driver.active() };
-        if driver.uses() == 0 { Err(Wrong::Op(abi::DRIVER_NOT_INITIALIZED)) } else { Ok(working) }
+        if driver.uses() == 0 {
+            Err(CallError::Op(abi::DRIVER_NOT_INITIALIZED))
+        } else {
+            Ok(working)
+        }
     }
 
     /// The driver; opens it if it is not open, as registering a file does.
@@ -255,7 +258,7 @@ impl Driver {
         if o.uses() == 0 {
             Cuda::of_thread().map_err(|why| {
                 say(|| format!("opening the driver: {why}"));
-                Wrong::from(&why)
+                CallError::from(&why)
             })?;
             self.pid.store(std::process::id(), SeqCst);
         }
@@ -269,7 +272,7 @@ impl Driver {
     pub fn close(&self) -> Done<()> {
         let mut o = self.opened.lock();
         match o.uses() {
-            0 => return Err(Wrong::Op(abi::DRIVER_NOT_INITIALIZED)),
+            0 => return Err(CallError::Op(abi::DRIVER_NOT_INITIALIZED)),
             1 => {}
             _ => {
                 o.explicit -= 1;
@@ -277,7 +280,7 @@ impl Driver {
             }
         }
         if self.active.load(SeqCst) > 0 {
-            return Err(Wrong::Op(abi::DRIVER_CLOSING));
+            return Err(CallError::Op(abi::DRIVER_CLOSING));
         }
         *o = Opened::default();
         self.let_go(true);
@@ -285,25 +288,25 @@ impl Driver {
         Ok(())
     }
 
-    /// Releases everything. `real`: in the real library, too. That is not safe at the exit of the
+    /// Releases everything. `vendor`: in the real library, too. That is not safe at the exit of the
     /// process, when the real library may have ended already.
-    fn let_go(&self, real: bool) {
+    fn let_go(&self, vendor: bool) {
         let batches = std::mem::take(&mut *self.batches.write());
-        batches.into_values().for_each(|b| b.destroy(real));
+        batches.into_values().for_each(|b| b.destroy(vendor));
         let handles = std::mem::take(&mut *self.handles.write());
-        handles.into_values().for_each(|h| self.close_file(&h, real));
+        handles.into_values().for_each(|h| self.close_file(&h, vendor));
         self.buffers.lock().clear();
         self.streams.lock().clear();
         let sessions = std::mem::take(&mut *self.sessions.lock());
         drop(sessions);
         self.cuda.lock().clear();
-        let opened = self.real.swap(false, SeqCst);
+        let opened = self.vendor.swap(false, SeqCst);
         if opened
-            && real
-            && let Some(real) = Real::known()
+            && vendor
+            && let Some(vendor) = Vendor::known()
         {
             // SAFETY: takes nothing.
-            let _ = real.control(real.driver_close, |f| unsafe { f() });
+            let _ = vendor.control(vendor.driver_close, |f| unsafe { f() });
         }
     }
 
@@ -329,7 +332,7 @@ impl Driver {
         }
         let c = Cuda::open(device).map_err(|why| {
             say(|| format!("device {device}: {why}"));
-            Wrong::from(&why)
+            CallError::from(&why)
         })?;
         all.insert(device, c.clone());
         Ok(c)
@@ -337,25 +340,25 @@ impl Driver {
 
     /// The device that the calling thread uses.
     pub fn cuda_of_thread(&self) -> Done<(u32, Cuda)> {
-        let device = Cuda::of_thread().map_err(|why| Wrong::from(&why))?;
+        let device = Cuda::of_thread().map_err(|why| CallError::from(&why))?;
         Ok((device, self.cuda(device)?))
     }
 
     pub fn handle(&self, id: *mut c_void) -> Done<Arc<Handle>> {
         let found = self.handles.read().get(&(id as u64)).cloned();
-        found.ok_or(Wrong::Op(abi::HANDLE_NOT_REGISTERED))
+        found.ok_or(CallError::Op(abi::HANDLE_NOT_REGISTERED))
     }
 
     /// Registers a file and returns its handle number.
     pub fn register(&self, of: &mut Descriptor) -> Done<u64> {
         let handle = match (of.kind, of.kind == abi::OPAQUE_FD) {
-            (_, true) => match found::look(of.fd())? {
+            (_, true) => match mount_detection::look(of.fd())? {
                 Kind::Ours(f) => Handle::Ours(Box::new(self.open_ours(of.fd(), f)?)),
-                Kind::Other(regular) => self.register_real(of, regular)?,
+                Kind::Other(regular) => self.register_with_vendor(of, regular)?,
             },
             // A user-space file system of the program, or a Windows handle: never a file of ours.
-            (2 | 3, _) => self.register_real(of, true)?,
-            _ => return Err(Wrong::Op(abi::INVALID_VALUE)),
+            (2 | 3, _) => self.register_with_vendor(of, true)?,
+            _ => return Err(CallError::Op(abi::INVALID_VALUE)),
         };
         let id = self.new_id();
         self.handles.write().insert(id, Arc::new(handle));
@@ -367,11 +370,11 @@ impl Driver {
         let again =
             |h: &Arc<Handle>| matches!(&**h, Handle::Ours(o) if o.fd == fd && o.found == found);
         if self.handles.read().values().any(again) {
-            return Err(Wrong::Op(abi::HANDLE_ALREADY_REGISTERED));
+            return Err(CallError::Op(abi::HANDLE_ALREADY_REGISTERED));
         }
         let policy = policy::of(&found)?;
         let servers = match set::text("STRAKE_GDS_MDS") {
-            None => found::servers(fd, &found)?,
+            None => mount_detection::servers(fd, &found)?,
             named => named,
         };
         let Some(servers) = servers else {
@@ -380,7 +383,7 @@ impl Driver {
                     "descriptor {fd}: its mount names no metadata server, and STRAKE_GDS_MDS is not set"
                 )
             });
-            return Err(Wrong::Op(abi::IO_NOT_SUPPORTED));
+            return Err(CallError::Op(abi::IO_NOT_SUPPORTED));
         };
         let (home, _) = self.cuda_of_thread()?;
         let ours =
@@ -391,62 +394,63 @@ impl Driver {
         Ok(ours)
     }
 
-    fn register_real(&self, of: &mut Descriptor, regular: bool) -> Done<Handle> {
-        let real = match self.real() {
-            Err(Wrong::Op(abi::IO_NOT_SUPPORTED)) if !regular => {
-                return Err(Wrong::Op(abi::INVALID_FILE_TYPE));
+    fn register_with_vendor(&self, of: &mut Descriptor, regular: bool) -> Done<Handle> {
+        let vendor = match self.vendor() {
+            Err(CallError::Op(abi::IO_NOT_SUPPORTED)) if !regular => {
+                return Err(CallError::Op(abi::INVALID_FILE_TYPE));
             }
-            real => real?,
+            vendor => vendor?,
         };
         let mut to = std::ptr::null_mut();
         // SAFETY: writes one pointer; the descriptor is the program's own.
-        real.control(real.handle_register, |f| unsafe { f(&mut to, of) })?;
+        vendor.control(vendor.handle_register, |f| unsafe { f(&mut to, of) })?;
         self.stats.passed_on("handles");
-        Ok(Handle::Real(Foreign {
+        Ok(Handle::Vendor(Foreign {
             word: to as usize,
             fd: (of.kind == abi::OPAQUE_FD).then(|| of.fd()),
         }))
     }
 
     /// The real library; opens its driver if necessary.
-    pub fn real(&self) -> Done<&'static Real> {
-        let real = Real::get()?;
-        if self.real.load(SeqCst) {
-            return Ok(real);
+    pub fn vendor(&self) -> Done<&'static Vendor> {
+        let vendor = Vendor::get()?;
+        if self.vendor.load(SeqCst) {
+            return Ok(vendor);
         }
         let _one = self.opening.lock();
-        if !self.real.load(SeqCst) {
-            self.params.lock().pass_on(real);
+        if !self.vendor.load(SeqCst) {
+            self.params.lock().pass_on(vendor);
             // SAFETY: takes nothing.
-            let opened = real.control(real.driver_open, |f| unsafe { f() });
-            opened.inspect_err(|w| say(|| format!("the driver of {}: {w:?}", real.place())))?;
+            let opened = vendor.control(vendor.driver_open, |f| unsafe { f() });
+            opened.inspect_err(|w| say(|| format!("the driver of {}: {w:?}", vendor.place())))?;
             let buffers = self.buffers.lock();
-            self.real.store(true, SeqCst);
+            self.vendor.store(true, SeqCst);
             // Register the buffers from before the driver was open. If that fails, the library only
             // uses another buffer for their bytes.
             for (addr, len) in buffers.iter() {
                 // SAFETY: the program has registered this memory, so it exists.
-                let _ = real
-                    .control(real.buf_register, |f| unsafe { f(*addr as *const c_void, *len, 0) });
+                let _ = vendor.control(vendor.buf_register, |f| unsafe {
+                    f(*addr as *const c_void, *len, 0)
+                });
             }
         }
-        Ok(real)
+        Ok(vendor)
     }
 
     /// The real library, if its driver is open already. Does not wait for a thread that is opening
     /// it: only files of the real library depend on that.
-    pub fn real_if_open(&self) -> Option<&'static Real> {
-        Real::known().filter(|_| self.real.load(SeqCst))
+    pub fn vendor_if_open(&self) -> Option<&'static Vendor> {
+        Vendor::known().filter(|_| self.vendor.load(SeqCst))
     }
 
     pub fn deregister(&self, id: *mut c_void) -> Done<()> {
         let found = self.handles.write().remove(&(id as u64));
-        let handle = found.ok_or(Wrong::Op(abi::HANDLE_NOT_REGISTERED))?;
+        let handle = found.ok_or(CallError::Op(abi::HANDLE_NOT_REGISTERED))?;
         self.close_file(&handle, true);
         Ok(())
     }
 
-    fn close_file(&self, handle: &Handle, real: bool) {
+    fn close_file(&self, handle: &Handle, vendor: bool) {
         match handle {
             Handle::Ours(o) => {
                 let files = o.files.lock().take().unwrap_or_default();
@@ -456,10 +460,10 @@ impl Driver {
                     }
                 }
             }
-            Handle::Real(h) => {
-                if let Some(real) = Real::known().filter(|_| real) {
+            Handle::Vendor(h) => {
+                if let Some(vendor) = Vendor::known().filter(|_| vendor) {
                     // SAFETY: a handle of the real library, which cannot be named any more.
-                    let _ = real.call(real.handle_deregister, |f| unsafe { f(h.word()) });
+                    let _ = vendor.call(vendor.handle_deregister, |f| unsafe { f(h.word()) });
                 }
             }
         }
@@ -468,14 +472,14 @@ impl Driver {
     /// The file in the connection for a device. Opened at the first use.
     pub fn place(&self, of: &OurFile, device: u32) -> Done<Place> {
         let mut files = of.files.lock();
-        let files = files.as_mut().ok_or(Wrong::Op(abi::HANDLE_NOT_REGISTERED))?;
+        let files = files.as_mut().ok_or(CallError::Op(abi::HANDLE_NOT_REGISTERED))?;
         if let Some((session, file)) = files.get(&device) {
             return Ok((session.clone(), file.clone()));
         }
         let session = self.session(of, device)?;
         let file = session.open_inode(of.found.ino, of.found.flags).map_err(|e| {
             say(|| format!("opening inode {:#x}: {e}", of.found.ino));
-            Wrong::of_open(&e)
+            CallError::of_open(&e)
         })?;
         let place = (session, Arc::new(file));
         files.insert(device, place.clone());
@@ -495,21 +499,21 @@ impl Driver {
             Some("tcp") => Use::Tcp,
             Some("rdma") => Use::Rdma,
             Some(other) => {
-                say(|| format!("STRAKE_GDS_FABRIC is '{other}'; auto, tcp and rdma are known"));
-                return Err(Wrong::Op(abi::INVALID_VALUE));
+                say(|| format!("STRAKE_GDS_FABRIC is '{other}'; expected auto, tcp or rdma"));
+                return Err(CallError::Op(abi::INVALID_VALUE));
             }
         };
         setup.options.verify_on_gpu =
             set::text("STRAKE_GDS_VERIFY_ON_GPU").is_some_and(|v| v != "0");
         let failed = |e: strake_proto::Error| {
             say(|| format!("connecting to {}: {e}", of.servers));
-            Wrong::of_open(&e)
+            CallError::of_open(&e)
         };
         let session = Session::open(&setup).map_err(failed)?;
         let uuid = session.fs_uuid().map_err(failed)?;
         if uuid != of.found.uuid {
-            say(|| format!("the file system at {} is not the one that is mounted", of.servers));
-            return Err(Wrong::Op(abi::IO_NOT_SUPPORTED));
+            say(|| format!("the file system at {} is not the mounted one", of.servers));
+            return Err(CallError::Op(abi::IO_NOT_SUPPORTED));
         }
         if let Some(notice) = session.notice() {
             say(|| notice.to_string());

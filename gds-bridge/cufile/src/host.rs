@@ -7,24 +7,24 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::{
     abi,
-    wrong::{Done, Wrong},
+    errors::{CallError, Done},
 };
 
 /// Bytes that are copied at a time.
 const PIECE: usize = 1 << 20;
 
 fn passage() -> Done<OwnedFd> {
-    memfd_create("strake-cufile", MemfdFlags::CLOEXEC).map_err(|e| Wrong::Os(e.raw_os_error()))
+    memfd_create("strake-cufile", MemfdFlags::CLOEXEC).map_err(|e| CallError::Os(e.raw_os_error()))
 }
 
 /// The kernel's result: a number of bytes, or an error for an invalid address.
 fn passed(n: isize) -> Done<usize> {
     match n {
         1.. => Ok(n as usize),
-        0 => Err(Wrong::Op(abi::INTERNAL_ERROR)),
+        0 => Err(CallError::Op(abi::INTERNAL_ERROR)),
         _ => match std::io::Error::last_os_error().raw_os_error() {
-            Some(libc::EFAULT) | None => Err(Wrong::Op(abi::CUDA_POINTER_INVALID)),
-            Some(errno) => Err(Wrong::Os(errno)),
+            Some(libc::EFAULT) | None => Err(CallError::Op(abi::CUDA_POINTER_INVALID)),
+            Some(errno) => Err(CallError::Os(errno)),
         },
     }
 }
@@ -97,13 +97,16 @@ mod tests {
     #[test]
     fn addresses_that_lead_nowhere_are_errors() {
         for bad in [0, 1, u64::MAX - 10, 1 << 60] {
-            assert_eq!(put(bad, b"12"), Err(Wrong::Op(abi::CUDA_POINTER_INVALID)), "{bad:#x}");
-            assert_eq!(get(bad, 2), Err(Wrong::Op(abi::CUDA_POINTER_INVALID)), "{bad:#x}");
+            assert_eq!(put(bad, b"12"), Err(CallError::Op(abi::CUDA_POINTER_INVALID)), "{bad:#x}");
+            assert_eq!(get(bad, 2), Err(CallError::Op(abi::CUDA_POINTER_INVALID)), "{bad:#x}");
         }
         // Constants can be read but not written. A range that goes beyond valid memory fails as a
         // whole.
         static FIXED: [u8; 4] = *b"text";
         assert_eq!(get(FIXED.as_ptr() as u64, 4).unwrap(), FIXED);
-        assert_eq!(put(FIXED.as_ptr() as u64, b"TEXT"), Err(Wrong::Op(abi::CUDA_POINTER_INVALID)));
+        assert_eq!(
+            put(FIXED.as_ptr() as u64, b"TEXT"),
+            Err(CallError::Op(abi::CUDA_POINTER_INVALID))
+        );
     }
 }

@@ -8,9 +8,9 @@ use strake_proto::{Error, Result, layout::MAX_FILE_SIZE};
 use crate::{
     abi,
     driver::{Driver, OurFile, Place},
+    errors::{CallError, Done, say},
     host,
-    stats::{By, Ended, Way},
-    wrong::{Done, Wrong, say},
+    stats::{Access, By, Ended},
 };
 
 /// How often a read is tried when the file is truncated meanwhile.
@@ -30,7 +30,7 @@ pub enum Order {
 /// What a program asked for.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked {
-    pub way: Way,
+    pub access: Access,
     pub by: By,
     pub order: Order,
     pub base: u64,
@@ -56,14 +56,14 @@ struct Account {
 impl Asked {
     /// The address and offset, or cuFile's code for an invalid value.
     fn check(&self) -> Done<(u64, u64)> {
-        let bad = Wrong::Op(abi::INVALID_VALUE);
+        let bad = CallError::Op(abi::INVALID_VALUE);
         let (offset, base_offset) = (u64::try_from(self.offset), u64::try_from(self.base_offset));
         let (Ok(offset), Ok(base_offset)) = (offset, base_offset) else { return Err(bad) };
         if self.base == 0 || isize::try_from(self.size).is_err() {
             return Err(bad);
         }
         let addr = self.base.checked_add(base_offset).ok_or(bad)?;
-        addr.checked_add(self.size as u64).ok_or(Wrong::Op(abi::CUDA_POINTER_RANGE_ERROR))?;
+        addr.checked_add(self.size as u64).ok_or(CallError::Op(abi::CUDA_POINTER_RANGE_ERROR))?;
         Ok((addr, offset))
     }
 
@@ -77,7 +77,7 @@ pub fn transfer(driver: &Driver, of: &OurFile, asked: &Asked) -> Done<usize> {
     let (begun, mut account) = (Instant::now(), Account::default());
     let outcome = attempt(driver, of, asked, &mut account);
     driver.stats.ended(&Ended {
-        way: asked.way,
+        access: asked.access,
         by: asked.by,
         device: account.device,
         unaligned: asked.unaligned(),
@@ -92,9 +92,10 @@ pub fn transfer(driver: &Driver, of: &OurFile, asked: &Asked) -> Done<usize> {
 fn attempt(driver: &Driver, of: &OurFile, asked: &Asked, account: &mut Account) -> Done<usize> {
     let (addr, offset) = asked.check()?;
     let access = of.found.flags as i32 & libc::O_ACCMODE;
-    let may = access == libc::O_RDWR || (access == libc::O_WRONLY) == (asked.way == Way::Write);
+    let may =
+        access == libc::O_RDWR || (access == libc::O_WRONLY) == (asked.access == Access::Write);
     if !may {
-        return Err(Wrong::Os(libc::EBADF));
+        return Err(CallError::Os(libc::EBADF));
     }
     if asked.size == 0 {
         return Ok(0);
@@ -110,34 +111,34 @@ fn attempt(driver: &Driver, of: &OurFile, asked: &Asked, account: &mut Account) 
         } else {
             driver.cuda(of.home)?
         };
-        cuda.wait_for_default().map_err(|f| Wrong::from(&f))?;
+        cuda.wait_for_default().map_err(|f| CallError::from(&f))?;
     }
     let place = driver.place(of, if let Memory::Device(n, _) = memory { n } else { of.home })?;
     let host = matches!(memory, Memory::Host);
-    match (asked.way, host) {
-        (Way::Read, false) => load(of, &place, (addr, offset), asked.size, account),
-        (Way::Write, false) => save(of, &place, (addr, offset), asked.size, account),
-        (Way::Read, true) => read_host(&place, (addr, offset), asked.size, account),
-        (Way::Write, true) => write_host(&place, (addr, offset), asked.size, account),
+    match (asked.access, host) {
+        (Access::Read, false) => load(of, &place, (addr, offset), asked.size, account),
+        (Access::Write, false) => save(of, &place, (addr, offset), asked.size, account),
+        (Access::Read, true) => read_host(&place, (addr, offset), asked.size, account),
+        (Access::Write, true) => write_host(&place, (addr, offset), asked.size, account),
     }
 }
 
 fn whereabouts(driver: &Driver, of: &OurFile, addr: u64, len: u64) -> Done<Memory> {
-    let fault = |f| Wrong::from(&f);
+    let fault = |f| CallError::from(&f);
     let Some(device) = driver.cuda(of.home)?.device_of(addr).map_err(fault)? else {
         return Ok(Memory::Host);
     };
     let cuda = driver.cuda(device)?;
     cuda.check(addr, len).map_err(|f| {
         say(|| f.to_string());
-        Wrong::from(&f)
+        CallError::from(&f)
     })?;
     Ok(Memory::Device(device, cuda))
 }
 
-fn io(e: &Error) -> Wrong {
+fn io(e: &Error) -> CallError {
     say(|| e.to_string());
-    Wrong::of_io(e)
+    CallError::of_io(e)
 }
 
 /// Records the report of a bridge call.
@@ -206,7 +207,7 @@ fn save(
 
 fn within_bounds(offset: u64, size: usize) -> Done<()> {
     let end = offset.checked_add(size as u64).filter(|end| *end <= MAX_FILE_SIZE);
-    end.map(drop).ok_or(Wrong::Os(libc::EFBIG))
+    end.map(drop).ok_or(CallError::Os(libc::EFBIG))
 }
 
 fn read_host(

@@ -8,8 +8,8 @@ use std::{
 
 use crate::{
     abi,
-    real::Real,
-    wrong::{Done, Wrong},
+    errors::{CallError, Done},
+    vendor::Vendor,
 };
 
 /// Defaults of the size parameters, by their numbers.
@@ -34,7 +34,7 @@ pub struct Set {
 }
 
 fn known(ok: bool) -> Done<()> {
-    if ok { Ok(()) } else { Err(Wrong::Op(abi::INVALID_VALUE)) }
+    if ok { Ok(()) } else { Err(CallError::Op(abi::INVALID_VALUE)) }
 }
 
 impl Set {
@@ -97,23 +97,23 @@ impl Set {
 
     /// Passes the parameters to the real library, before its driver is opened. Errors are ignored:
     /// the library then uses its defaults.
-    pub fn pass_on(&self, real: &Real) {
+    pub fn pass_on(&self, vendor: &Vendor) {
         for (n, value) in &self.sizes {
             // SAFETY: numbers only.
-            let _ = real.control(real.set_size, |f| unsafe { f(*n, *value) });
+            let _ = vendor.control(vendor.set_size, |f| unsafe { f(*n, *value) });
         }
         for (n, value) in &self.bools {
             // SAFETY: numbers only.
-            let _ = real.control(real.set_bool, |f| unsafe { f(*n, u8::from(*value)) });
+            let _ = vendor.control(vendor.set_bool, |f| unsafe { f(*n, u8::from(*value)) });
         }
         for (n, value) in &self.strings {
             // SAFETY: a string that ends with a zero.
-            let _ = real.control(real.set_string, |f| unsafe { f(*n, value.as_ptr()) });
+            let _ = vendor.control(vendor.set_string, |f| unsafe { f(*n, value.as_ptr()) });
         }
-        for (slabs, f) in self.slabs.iter().zip([real.set_posix_slabs, real.set_gpu_slabs]) {
+        for (slabs, f) in self.slabs.iter().zip([vendor.set_posix_slabs, vendor.set_gpu_slabs]) {
             if let Some((sizes, counts)) = slabs {
                 // SAFETY: as many sizes as counts.
-                let _ = real.control(f, |f| unsafe {
+                let _ = vendor.control(f, |f| unsafe {
                     f(sizes.as_ptr(), counts.as_ptr(), sizes.len() as c_int)
                 });
             }
@@ -137,7 +137,7 @@ mod tests {
         s.set_string(0, c"DEBUG".into()).unwrap();
         assert_eq!((s.size(9), s.bool(1), s.batch()), (Ok(7), Ok(false), 7));
         assert_eq!((s.string(0).unwrap(), s.string(1).unwrap()), (c"DEBUG".into(), c"".into()));
-        let bad = Err(Wrong::Op(abi::INVALID_VALUE));
+        let bad = Err(CallError::Op(abi::INVALID_VALUE));
         for n in [-1, 12, 14, i32::MAX] {
             assert_eq!(s.size(n).map(drop), bad);
             assert_eq!(s.set_size(n, 1), bad);

@@ -9,10 +9,11 @@ use strake_mount_table::Mounted;
 use strake_proto::{Code, Error, Result};
 
 use crate::{
-    abi, found,
-    found::Found,
+    abi,
+    errors::{CallError, Done, say},
+    mount_detection,
+    mount_detection::Found,
     set,
-    wrong::{Done, Wrong, say},
 };
 
 /// The combined policy for a file. A policy that has no meaning here, or that names no mount, is an
@@ -23,10 +24,10 @@ pub fn of(file: &Found) -> Done<Policy> {
     let bad = |text: OsString| Error::new(Code::Inval, format!("{text:?} is not UTF-8"));
     text.into_string()
         .map_err(bad)
-        .and_then(|text| demanded(&text, &found::mounts(), device))
+        .and_then(|text| demanded(&text, &mount_detection::mounts(), device))
         .map_err(|e| {
             say(|| format!("STRAKE_GDS_POLICY: {e}"));
-            Wrong::Op(abi::INVALID_VALUE)
+            CallError::Op(abi::INVALID_VALUE)
         })
 }
 
@@ -45,7 +46,7 @@ fn demanded(text: &str, table: &[Mounted], device: (u32, u32)) -> Result<Policy>
         all.and(policy).ok_or_else(|| {
             Error::new(
                 Code::Inval,
-                format!("`{one}` and {all} hold for the same file, and no tier meets both"),
+                format!("`{one}` and {all} apply to the same file, and no tier meets both"),
             )
         })
     })
@@ -54,7 +55,7 @@ fn demanded(text: &str, table: &[Mounted], device: (u32, u32)) -> Result<Policy>
 /// The devices of our mounts at a path, from the table of mounts.
 fn devices_at<'a>(table: &'a [Mounted], at: &str) -> Result<Vec<&'a str>> {
     let named = if at == "/" { at } else { at.trim_end_matches('/') };
-    let ours = |m: &&Mounted| m.kind == found::KIND && m.at.as_os_str() == named;
+    let ours = |m: &&Mounted| m.kind == mount_detection::KIND && m.at.as_os_str() == named;
     let devices: Vec<&str> = table.iter().filter(ours).map(|m| &m.device[..]).collect();
     if devices.is_empty() {
         return Err(Error::new(Code::Inval, format!("no StrakeFS is mounted at `{at}`")));

@@ -14,13 +14,13 @@ use strake_gds::{ByTier, Checksums, Report, Tier};
 
 use crate::{
     abi::{self, Counter, GPUS, Level1, Level2, Level3, PerGpu},
+    errors::{CallError, Done},
     set,
-    wrong::{Done, Wrong},
 };
 
 /// The direction of a call, as a program sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Access {
     Read,
     Write,
 }
@@ -36,7 +36,7 @@ pub enum By {
 
 /// One call that ended.
 pub struct Ended<'a> {
-    pub way: Way,
+    pub access: Access,
     pub by: By,
     /// Number and UUID of the memory's device; `None`: host memory, or the call failed before that
     /// was known.
@@ -157,26 +157,28 @@ fn road(e: &Ended<'_>) -> Road {
 fn add_call(l: &mut Level2, e: &Ended<'_>) {
     let (n, us) = (e.outcome.unwrap_or(0), e.took.as_micros() as u64);
     let b = &mut l.basic;
-    let (calls, bytes, lat) = match (e.by, e.way) {
-        (By::Vector, Way::Read) => (&mut b.readv_ops, &mut b.readv_bytes, &mut b.readv_lat_sum),
-        (By::Vector, Way::Write) => (&mut b.writev_ops, &mut b.writev_bytes, &mut b.writev_lat_sum),
-        (By::Batch, way) => {
+    let (calls, bytes, lat) = match (e.by, e.access) {
+        (By::Vector, Access::Read) => (&mut b.readv_ops, &mut b.readv_bytes, &mut b.readv_lat_sum),
+        (By::Vector, Access::Write) => {
+            (&mut b.writev_ops, &mut b.writev_bytes, &mut b.writev_lat_sum)
+        }
+        (By::Batch, access) => {
             count(&mut b.batch_processed_ops, &e.outcome);
             count(&mut b.batch_posix_processed_ops, &e.outcome);
-            let read = way == Way::Read;
+            let read = access == Access::Read;
             (
                 &mut b.batch_complete_ops,
                 if read { &mut b.batch_read_bytes } else { &mut b.batch_write_bytes },
                 &mut b.batch_completion_lat_sum,
             )
         }
-        (By::Call, Way::Read) => (&mut b.read_ops, &mut b.read_bytes, &mut b.read_lat_sum),
-        (By::Call, Way::Write) => (&mut b.write_ops, &mut b.write_bytes, &mut b.write_lat_sum),
+        (By::Call, Access::Read) => (&mut b.read_ops, &mut b.read_bytes, &mut b.read_lat_sum),
+        (By::Call, Access::Write) => (&mut b.write_ops, &mut b.write_bytes, &mut b.write_lat_sum),
     };
     count(calls, &e.outcome);
     *bytes += n as u64;
     *lat += us;
-    let sizes = if e.way == Way::Read { &mut l.read_sizes } else { &mut l.write_sizes };
+    let sizes = if e.access == Access::Read { &mut l.read_sizes } else { &mut l.write_sizes };
     if e.outcome.is_ok() {
         sizes[place(n)] += 1;
     }
@@ -184,8 +186,8 @@ fn add_call(l: &mut Level2, e: &Ended<'_>) {
 
 fn add_gpu(g: &mut PerGpu, e: &Ended<'_>) {
     let (n, us, ok) = (e.outcome.unwrap_or(0) as u64, e.took.as_micros() as u64, e.outcome.is_ok());
-    let (all, err, bytes, time, unaligned, roads) = match e.way {
-        Way::Read => (
+    let (all, err, bytes, time, unaligned, roads) = match e.access {
+        Access::Read => (
             &mut g.reads,
             &mut g.reads_err,
             &mut g.read_bytes,
@@ -193,7 +195,7 @@ fn add_gpu(g: &mut PerGpu, e: &Ended<'_>) {
             &mut g.unaligned_reads,
             [&mut g.p2p_reads, &mut g.nvfs_reads, &mut g.posix_reads],
         ),
-        Way::Write => (
+        Access::Write => (
             &mut g.writes,
             &mut g.writes_err,
             &mut g.write_bytes,
@@ -270,7 +272,7 @@ impl All {
 impl Stats {
     pub fn ended(&self, e: &Ended<'_>) {
         let mut all = self.0.lock();
-        all.truth[e.way as usize].add(e);
+        all.truth[e.access as usize].add(e);
         if !all.counts() {
             return;
         }
@@ -341,7 +343,7 @@ impl Stats {
 
     pub fn set_level(&self, level: i32) -> Done<()> {
         if !(0..=3).contains(&level) {
-            return Err(Wrong::Op(abi::INVALID_VALUE));
+            return Err(CallError::Op(abi::INVALID_VALUE));
         }
         self.0.lock().level = level;
         Ok(())
@@ -373,7 +375,7 @@ impl Stats {
     /// The counters, if the current level is at least `at_least`.
     pub fn level3(&self, at_least: i32) -> Done<Level3> {
         let all = self.0.lock();
-        if all.level < at_least { Err(Wrong::Op(abi::INVALID_VALUE)) } else { Ok(all.level3()) }
+        if all.level < at_least { Err(CallError::Op(abi::INVALID_VALUE)) } else { Ok(all.level3()) }
     }
 
     /// The real figures, for people and tests.
@@ -392,7 +394,7 @@ impl Stats {
 /// `to` is null or has space for the counters of that version.
 pub unsafe fn put<T: Copy>(to: *mut T, value: &T) -> Done<()> {
     if to.is_null() {
-        return Err(Wrong::Op(abi::INVALID_VALUE));
+        return Err(CallError::Op(abi::INVALID_VALUE));
     }
     let new = size_of::<Level1>();
     let first = if set::version() < abi::VECTORS_SINCE { abi::OLD_LEVEL1 } else { new };
@@ -410,10 +412,10 @@ pub unsafe fn put<T: Copy>(to: *mut T, value: &T) -> Done<()> {
 mod tests {
     use super::*;
 
-    fn ended(way: Way, by: By, outcome: Done<usize>) -> Ended<'static> {
+    fn ended(access: Access, by: By, outcome: Done<usize>) -> Ended<'static> {
         let took = Duration::from_micros(500);
         Ended {
-            way,
+            access,
             by,
             device: Some((1, [7; 16])),
             unaligned: true,
@@ -427,15 +429,15 @@ mod tests {
     #[test]
     fn counters_count_only_while_they_are_wanted_and_the_truth_always() {
         let s = Stats::default();
-        s.ended(&ended(Way::Read, By::Call, Ok(4096)));
+        s.ended(&ended(Access::Read, By::Call, Ok(4096)));
         s.set_level(3).unwrap();
-        s.ended(&ended(Way::Read, By::Call, Ok(4096)));
+        s.ended(&ended(Access::Read, By::Call, Ok(4096)));
         s.start();
-        s.ended(&ended(Way::Read, By::Call, Ok(1 << 20)));
-        s.ended(&ended(Way::Read, By::Call, Err(Wrong::Os(5))));
-        s.ended(&ended(Way::Write, By::Batch, Ok(10)));
+        s.ended(&ended(Access::Read, By::Call, Ok(1 << 20)));
+        s.ended(&ended(Access::Read, By::Call, Err(CallError::Os(5))));
+        s.ended(&ended(Access::Write, By::Batch, Ok(10)));
         s.stop();
-        s.ended(&ended(Way::Read, By::Call, Ok(4096)));
+        s.ended(&ended(Access::Read, By::Call, Ok(4096)));
         let l = s.level3(3).unwrap();
         let b = l.detailed.basic;
         assert_eq!(
@@ -486,7 +488,7 @@ mod tests {
             let s = Stats::default();
             s.set_level(3).unwrap();
             s.start();
-            s.ended(&Ended { reports: &reports, ..ended(Way::Read, By::Call, Ok(4096)) });
+            s.ended(&Ended { reports: &reports, ..ended(Access::Read, By::Call, Ok(4096)) });
             let g = s.level3(3).unwrap().per_gpu[1];
             assert_eq!((g.p2p_reads, g.nvfs_reads, g.posix_reads), want, "{reports:?}");
         }

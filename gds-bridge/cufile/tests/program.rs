@@ -337,7 +337,7 @@ fn connections_that_cannot_be_say_why() {
     let Some(m) = Mounted::new() else { return };
     for (name, value, code, word) in [
         ("STRAKE_GDS_KEY", "/nowhere/key", "5025", "/nowhere/key"),
-        ("STRAKE_GDS_POLICY", "fastest", "5022", "`fastest` is no policy"),
+        ("STRAKE_GDS_POLICY", "fastest", "5022", "`fastest` is not a policy"),
         (
             "STRAKE_GDS_POLICY",
             "/elsewhere=prefer",

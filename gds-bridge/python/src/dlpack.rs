@@ -66,7 +66,7 @@ pub fn read(capsule: &Bound<'_, PyAny>) -> PyResult<Seen> {
             let m = ffi::PyCapsule_GetPointer(p, NEW.as_ptr()).cast::<ManagedVersioned>();
             if (*m).version.0 != 1 {
                 return Err(PyBufferError::new_err(format!(
-                    "DLPack version {} is not known",
+                    "DLPack version {} is not supported",
                     (*m).version.0
                 )));
             }
@@ -75,12 +75,12 @@ pub fn read(capsule: &Bound<'_, PyAny>) -> PyResult<Seen> {
             (&(*ffi::PyCapsule_GetPointer(p, OLD.as_ptr()).cast::<Managed>()).tensor, false)
         } else {
             return Err(PyBufferError::new_err(
-                "__dlpack__ returned something that is no DLPack capsule",
+                "__dlpack__ did not return a DLPack capsule",
             ));
         }
     };
     let n = usize::try_from(tensor.ndim)
-        .map_err(|_| PyBufferError::new_err("a negative number of dimensions"))?;
+        .map_err(|_| PyBufferError::new_err("the number of dimensions is negative"))?;
     // SAFETY: `ndim` values each, unless that is 0 or (strides) the pointer is null.
     let values =
         |p: *const i64| unsafe { if n == 0 { &[][..] } else { std::slice::from_raw_parts(p, n) } };

@@ -229,7 +229,7 @@ impl Bridge {
             "rdma" => Use::Rdma,
             other => {
                 return Err(PyValueError::new_err(format!(
-                    "fabric is '{other}'; auto, tcp and rdma are known"
+                    "fabric is '{other}'; expected auto, tcp or rdma"
                 )));
             }
         };
@@ -288,10 +288,10 @@ impl Bridge {
     #[pyo3(signature = (shape, dtype = "U8"))]
     fn alloc(&self, shape: Vec<usize>, dtype: &str) -> PyResult<Tensor> {
         let kind = dtype::by_name(dtype)
-            .ok_or_else(|| PyValueError::new_err(format!("'{dtype}' is no type")))?;
+            .ok_or_else(|| PyValueError::new_err(format!("'{dtype}' is not a type")))?;
         let bits =
             shape.iter().try_fold(kind.bitsize(), |n, d| n.checked_mul(*d)).filter(|n| n % 8 == 0);
-        let len = bits.ok_or_else(|| PyValueError::new_err("no whole number of bytes"))? as u64 / 8;
+        let len = bits.ok_or_else(|| PyValueError::new_err("the size is not a whole number of bytes"))? as u64 / 8;
         Ok(Tensor::new(&Block::new(&self.device()?, len)?, 0, len, kind, shape))
     }
 

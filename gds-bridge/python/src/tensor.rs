@@ -169,7 +169,7 @@ impl Tensor {
         drop(stream);
         if copy == Some(true) || dl_device.is_some_and(|d| d != self.dlpack_device()) {
             return Err(PyBufferError::new_err(
-                "a tensor of the bridge is shared where it is, never copied",
+                "a tensor of the bridge is shared in place and cannot be copied",
             ));
         }
         let kind = dtype::dlpack(self.kind)
@@ -226,7 +226,7 @@ impl Given {
         if !ours {
             let name = device.session.device().name();
             return Err(PyTypeError::new_err(format!(
-                "the tensor is in other memory than the bridge's ({name})"
+                "the tensor is not in the bridge's memory ({name})"
             )));
         }
         if written && seen.read_only {
@@ -235,7 +235,7 @@ impl Given {
         let bits = kind.map_or(usize::from(seen.bits), |k| k.bitsize());
         let len = seen.shape.iter().try_fold(bits, |n, d| n.checked_mul(*d)).filter(|n| n % 8 == 0);
         let len = len
-            .ok_or_else(|| PyBufferError::new_err("the tensor has no whole number of bytes"))?
+            .ok_or_else(|| PyBufferError::new_err("the size of the tensor is not a whole number of bytes"))?
             as u64
             / 8;
         let mut given = Given {
@@ -285,7 +285,7 @@ fn of_interface(i: &Bound<'_, PyDict>) -> PyResult<(dlpack::Seen, Option<Dtype>)
     let text: String = item("typestr")?.extract()?;
     let bytes = text.get(2..).and_then(|n| n.parse::<u8>().ok()).filter(|n| (1..=16).contains(n));
     let bytes =
-        bytes.ok_or_else(|| PyTypeError::new_err(format!("typestr '{text}' is not known")))?;
+        bytes.ok_or_else(|| PyTypeError::new_err(format!("typestr '{text}' is not supported")))?;
     if let Some(strides) = i.get_item("strides")?.filter(|s| !s.is_none()) {
         let strides: Vec<i64> = strides.extract()?;
         let elements: Vec<i64> = strides.iter().map(|s| s / i64::from(bytes)).collect();
@@ -305,7 +305,7 @@ fn of_dlpack<'py>(
     x: &Bound<'py, PyAny>,
 ) -> PyResult<(dlpack::Seen, Option<Dtype>, Bound<'py, PyAny>)> {
     let Some(export) = x.getattr_opt("__dlpack__")? else {
-        let m = "a tensor is needed: something with __dlpack__ or __cuda_array_interface__";
+        let m = "expected a tensor: something with __dlpack__ or __cuda_array_interface__";
         return Err(PyTypeError::new_err(format!("{m}, not {}", x.get_type().name()?)));
     };
     let newer = PyDict::new(x.py());

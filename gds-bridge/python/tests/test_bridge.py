@@ -170,7 +170,7 @@ class Test(unittest.TestCase):
         self.b.save_from(self.tensor(data), self.name)
         to = self.b.alloc([len(data)])
         r = self.b.load_into(to, self.name)
-        self.assertEqual((r["checksum"], r["checksums"], r["not_on_gpu"]), ("at-client", "host", "it was not asked for"))
+        self.assertEqual((r["checksum"], r["checksums"], r["not_on_gpu"]), ("at-client", "host", "it was not requested"))
         with connect(verify_on_gpu=True) as b:
             t = b.alloc([len(data)])
             for r in [b.load_into(t, self.name), b.save_from(t, self.name + "2")]:

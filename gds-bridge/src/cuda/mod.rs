@@ -245,7 +245,7 @@ impl Table {
             // SAFETY: just checked.
             unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
         } else {
-            "an error that this driver has no name for".into()
+            "an error for which this driver has no name".into()
         };
         Fault::Driver { call, code, name }
     }
@@ -282,7 +282,7 @@ impl Gpu {
             let _current = self.enter().map_err(|e| e.to_string())?;
             let kernel = self
                 .load_kernel()
-                .map_err(|e| format!("the driver does not take the kernel that sums: {e}"))?;
+                .map_err(|e| format!("the driver does not accept the checksum kernel: {e}"))?;
             match self.try_kernel(&kernel) {
                 Ok(()) => Ok(kernel),
                 Err(why) => {
@@ -391,7 +391,7 @@ impl GpuMem for Cuda {
         })?;
         if recording != 0 {
             // The event would become part of the graph.
-            let name = "the stream records a graph, which nothing can wait for".into();
+            let name = "the stream is recording a graph, which cannot be waited for".into();
             return Err(Fault::Driver { call: "cuEventRecord", code: CAPTURE_UNSUPPORTED, name });
         }
         // SAFETY: writes one handle.

@@ -98,7 +98,7 @@ impl Gpu {
         let outcome = match told.map(|n| sums.summed(n)) {
             Ok(Some(sum)) if sum == crc32c(&bytes) => Ok(()),
             Ok(sum) => {
-                Err(format!("it says {sum:#x?} of bytes whose CRC32C is {:#x}", crc32c(&bytes)))
+                Err(format!("it returns {sum:#x?} for bytes whose CRC32C is {:#x}", crc32c(&bytes)))
             }
             Err(e) => Err(e.to_string()),
         };
@@ -110,7 +110,7 @@ impl Gpu {
             }
             (self.table.free)(memory);
         }
-        outcome.map_err(|e| format!("the kernel that sums does not work on this device: {e}"))
+        outcome.map_err(|e| format!("the checksum kernel does not work on this device: {e}"))
     }
 
     /// Unloads the kernel from the current context.

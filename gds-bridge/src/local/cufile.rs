@@ -73,17 +73,16 @@ fn came(said: isize, errno: &io::Error, len: usize) -> Result<(), Fault> {
         -1 => match errno.raw_os_error() {
             // The system has no text for it.
             Some(code) if CODES.contains(&(code as isize)) => {
-                failed(said, format!("errno {code}, a code of cuFile's"))
+                failed(said, format!("errno {code}, an error code of cuFile"))
             }
             _ => failed(said, errno.to_string()),
         },
-        ..0 => failed(said, "a code of cuFile's".into()),
+        ..0 => failed(said, "an error code of cuFile".into()),
         _ if said as usize == len => Ok(()),
-        _ if CODES.contains(&said) => failed(
-            said,
-            "a code of cuFile's that was returned as if it were a number of bytes".into(),
-        ),
-        _ => failed(said, format!("bytes, where {len} were asked for")),
+        _ if CODES.contains(&said) => {
+            failed(said, "an error code of cuFile, returned like a number of bytes".into())
+        }
+        _ => failed(said, format!("bytes, but {len} were requested")),
     }
 }
 
@@ -128,11 +127,11 @@ mod tests {
         }
         for (said, words) in [
             (-1, "Input/output error"),
-            (-5008, "a code of cuFile's"),
-            (5006, "as if it were a number of bytes"),
-            (4096, "bytes, where 8192 were asked for"),
-            (8193, "bytes, where 8192 were asked for"),
-            (0, "bytes, where 8192 were asked for"),
+            (-5008, "an error code of cuFile"),
+            (5006, "returned like a number of bytes"),
+            (4096, "bytes, but 8192 were requested"),
+            (8193, "bytes, but 8192 were requested"),
+            (0, "bytes, but 8192 were requested"),
         ] {
             let e = came(said, &io::Error::from_raw_os_error(5), 8192).unwrap_err();
             assert!(matches!(&e, Fault::Driver { code, .. } if *code == said as i32), "{e}");
@@ -140,9 +139,9 @@ mod tests {
         }
         assert_eq!(came(8192, &io::Error::from_raw_os_error(5), 8192), Ok(()));
         for (errno, words) in [
-            (5001, "errno 5001, a code of cuFile's"),
-            (5024, "errno 5024, a code of cuFile's"),
-            (5099, "errno 5099, a code of cuFile's"),
+            (5001, "errno 5001, an error code of cuFile"),
+            (5024, "errno 5024, an error code of cuFile"),
+            (5099, "errno 5099, an error code of cuFile"),
             (5100, "os error 5100"),
         ] {
             let e = came(-1, &io::Error::from_raw_os_error(errno), 8192).unwrap_err();

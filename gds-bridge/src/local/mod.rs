@@ -3,7 +3,7 @@
 //!
 //! `store.rs` has the copies, `cufile.rs` the interface to cuFile and when its results are trusted,
 //! `rounds.rs` handles its counters when several reads overlap, `library.rs` finds NVIDIA's
-//! library, `nvidia.rs` calls it, `probe.rs` opens it in another process first, `road.rs` moves a
+//! library, `nvidia.rs` calls it, `probe.rs` opens it in another process first, `reads.rs` moves a
 //! part and tests the tier. How copies are made: `session/stage.rs`.
 
 mod cufile;
@@ -11,7 +11,7 @@ mod host;
 pub mod library;
 mod nvidia;
 mod probe;
-mod road;
+mod reads;
 mod rounds;
 mod store;
 
@@ -22,5 +22,5 @@ pub use rounds::Rounds;
 pub use store::{Copy, Header, Listed, Making, Sealed, check_folder, list, remove};
 
 pub(crate) use host::HostCuFile;
-pub(crate) use road::{Copies, Local, test};
+pub(crate) use reads::{Copies, Local, test};
 pub(crate) use store::remove_named;

@@ -48,9 +48,9 @@ impl Status {
             (CUDA_DRIVER_ERROR, code) => Err(Fault::Driver {
                 call,
                 code: CUDA_DRIVER_ERROR,
-                name: format!("the CUDA driver said {code}"),
+                name: format!("the CUDA driver returned {code}"),
             }),
-            (code, _) => Err(Fault::Driver { call, code, name: "a code of cuFile's".into() }),
+            (code, _) => Err(Fault::Driver { call, code, name: "an error code of cuFile".into() }),
         }
     }
 }
@@ -184,8 +184,8 @@ impl Nvidia {
             return Err(why);
         }
         if privileged() && prober.components().count() < 2 {
-            let why = "a program with more rights than who started it does not look for it in PATH"
-                .into();
+            let why =
+                "a program with more privileges than its caller does not search PATH for it".into();
             return Err(Unavailable::NoProbe { program: prober.display().to_string(), why });
         }
         probe::probe(prober, probe::LIMIT)?;

@@ -52,7 +52,7 @@ pub struct Rounds {
 /// The error of a read that waits for one that does not end: that one cannot be stopped, and the
 /// results of the others are unknown until it ends.
 fn held_up(patience: Duration) -> Fault {
-    let name = format!("another read has not ended within {patience:?}, and holds this one up");
+    let name = format!("another read has not ended within {patience:?} and blocks this one");
     Fault::Driver { call: "cuFileRead", code: Code::TimedOut.errno(), name }
 }
 

@@ -108,7 +108,7 @@ impl Header {
     pub fn decode(from: &[u8]) -> Result<Header> {
         let bad = |m: &str| Error::new(Code::Inval, m.to_string());
         if from.len() < HEADER || from[..8] != MAGIC {
-            return Err(bad("has no header of a copy's sums"));
+            return Err(bad("has no header with a copy's checksums"));
         }
         let u32_at =
             |at: usize| u32::from_le_bytes(from[at..at + 4].try_into().expect("four bytes"));
@@ -117,7 +117,7 @@ impl Header {
         // Before its checksum is checked: a later version may compute that in another way.
         if u32_at(8) != VERSION {
             let m = format!(
-                "is of version {}, and this program knows {VERSION}: stage the file again",
+                "is of version {}, but this program knows {VERSION}: stage the file again",
                 u32_at(8)
             );
             return Err(Error::new(Code::OpNotSupp, m));
@@ -129,12 +129,12 @@ impl Header {
             |at: usize| -> Digest { from[at..at + DIGEST].try_into().expect("as many bytes") };
         let path =
             from[PATH_AT..SUM_AT].get(..u32_at(12) as usize).and_then(|p| str::from_utf8(p).ok());
-        let path = path.ok_or_else(|| bad("has a path that is none"))?.to_string();
+        let path = path.ok_or_else(|| bad("has an invalid path"))?.to_string();
         let fs = from[16..32].try_into().expect("sixteen bytes");
         let sealed =
             Sealed { fs, ino: u64_at(32), size: u64_at(40), sha256: digest(48), root: digest(80) };
         if sealed.size > MAX_FILE_SIZE {
-            return Err(bad("is of more bytes than a file can have"));
+            return Err(bad("has more bytes than a file can have"));
         }
         Ok(Header { sealed, staged_ns: u64_at(112), path })
     }
@@ -148,7 +148,7 @@ fn trusted(m: &Metadata) -> std::result::Result<(), String> {
         return Err(format!("belongs to user {}, neither root nor user {me}", m.uid()));
     }
     if m.mode() & 0o022 != 0 {
-        return Err("may be written by others than its owner: chmod go-w".into());
+        return Err("can be written by other users than its owner: run chmod go-w on it".into());
     }
     Ok(())
 }
@@ -157,7 +157,7 @@ fn named(path: &Path) -> impl Fn(io::Error) -> Error {
     move |e| match e.raw_os_error() {
         Some(libc::ENOSPC | libc::EDQUOT) => Error::new(
             Code::NoSpc,
-            format!("'{}': there is no room left on its file system", path.display()),
+            format!("'{}': there is no space left on its file system", path.display()),
         ),
         _ => Error::from(e).context(format!("'{}'", path.display())),
     }
@@ -213,7 +213,7 @@ impl Copy {
         if header.sealed != *of {
             return Err(Error::new(
                 Code::Corrupt,
-                format!("'{}' is of another file than its name", path.display()),
+                format!("'{}' belongs to another file than its name says", path.display()),
             ));
         }
         let copy = Copy { sealed: header.sealed, path, bytes, sums };
@@ -227,8 +227,7 @@ impl Copy {
         if (size(&self.bytes)?, size(&self.sums)?)
             != (blocks * BLOCK as u64, HEADER as u64 + 4 * blocks)
         {
-            let m =
-                format!("'{}' or its sums have another size than a copy has", self.path.display());
+            let m = format!("'{}' or its checksums have a wrong size", self.path.display());
             return Err(Error::new(Code::Corrupt, m));
         }
         Ok(())
@@ -255,7 +254,7 @@ impl Copy {
         self.bytes.read_exact_at(&mut to, at).map_err(failed)?;
         let want = self.sums(first, count).map_err(failed)?;
         match block_sums(0, [&to[..]]).iter().zip(&want).position(|(is, want)| is != want) {
-            Some(n) => Err((at + (n * BLOCK) as u64, "its bytes and their sum differ".into())),
+            Some(n) => Err((at + (n * BLOCK) as u64, "its bytes and their checksum differ".into())),
             None => Ok(to),
         }
     }
@@ -290,7 +289,7 @@ fn direct_again(f: &File, dir: &Path) -> Result<File> {
 fn not_direct(path: &Path) -> impl Fn(io::Error) -> Error {
     move |e| match e.raw_os_error() {
         Some(libc::EINVAL) => {
-            let m = format!("'{}' lies on a file system without direct I/O", path.display());
+            let m = format!("'{}' is on a file system without direct I/O", path.display());
             Error::new(Code::OpNotSupp, m)
         }
         _ => named(path)(e),
@@ -331,7 +330,7 @@ impl Making {
             o.open(dir).map_err(|e| match e.raw_os_error() {
                 Some(libc::EOPNOTSUPP | libc::EISDIR) => {
                     let m = format!(
-                        "'{}': its file system has no files without names: take ext4 or XFS",
+                        "'{}': its file system cannot create unnamed files: use ext4 or XFS",
                         dir.display()
                     );
                     Error::new(Code::OpNotSupp, m)
@@ -349,7 +348,7 @@ impl Making {
                 Err(Errno::OPNOTSUPP) => bytes.set_len(size).map_err(named(dir))?,
                 Err(Errno::NOSPC | Errno::DQUOT) => {
                     let m = format!(
-                        "'{}': there is no room for {size} bytes on its file system",
+                        "'{}': its file system has no space for {size} bytes",
                         dir.display()
                     );
                     return Err(Error::new(Code::NoSpc, m));
@@ -497,11 +496,11 @@ fn listed(dir: &Path, name: String, has: bool) -> Listed {
     let opened = match &header {
         Err(e) => Err(e.message.clone()),
         Ok(_) if dir.join(format!("{name}.{DAMAGED}")).exists() && !has => {
-            Err("it was damaged and put aside".into())
+            Err("it was damaged and set aside".into())
         }
         Ok(h) => match Copy::open(dir, &h.sealed) {
             Ok(Some(c)) if c.path.file_stem().is_some_and(|n| *n == *name) => Ok(()),
-            Ok(_) => Err("its bytes are not there".to_string()),
+            Ok(_) => Err("its bytes are missing".to_string()),
             Err(e) => Err(e.message),
         },
     };

@@ -139,7 +139,7 @@ fn a_bit_that_changed_is_found_and_the_copy_put_aside() {
     assert!(copy.put_aside() && copy.put_aside(), "twice is once");
     assert!(Copy::open(dir.path(), &sealed(size)).unwrap().is_none());
     let all = list(dir.path()).unwrap();
-    assert!(!all[0].usable && all[0].why.as_deref().unwrap().contains("put aside"), "{all:?}");
+    assert!(!all[0].usable && all[0].why.as_deref().unwrap().contains("set aside"), "{all:?}");
     assert!(made(dir.path(), size).publish().unwrap(), "staged again");
     assert!(list(dir.path()).unwrap()[0].usable);
     remove(dir.path(), &all[0]).unwrap();

@@ -43,7 +43,8 @@ impl FromStr for Memory {
     type Err = Error;
     /// `cuda`, `cuda:N` or `host`.
     fn from_str(s: &str) -> Result<Memory> {
-        let bad = || Error::new(Code::Inval, format!("`{s}` is no memory: cuda:N and host are"));
+        let bad =
+            || Error::new(Code::Inval, format!("`{s}` is not a memory; expected cuda:N or host"));
         match s.split_once(':') {
             None if s == "host" => Ok(Memory::Host),
             None if s == "cuda" => Ok(Memory::Cuda(0)),
@@ -92,7 +93,7 @@ impl Setup {
 
     fn endpoints(&self) -> Result<Vec<Endpoint>> {
         if self.mds.is_empty() {
-            return Err(Error::new(Code::Inval, "no metadata server is named"));
+            return Err(Error::new(Code::Inval, "no metadata server is given"));
         }
         let one = |s: &String| {
             s.parse().or_else(|e| format!("{s}:{MDS_PORT}").parse().map_err(|_: Error| e))
@@ -191,7 +192,7 @@ impl Session {
             runtime.spawn(published::publish(
                 folder.clone(),
                 client.fs_uuid(),
-                bridge.tally().clone(),
+                bridge.tier_counters().clone(),
             ));
         }
         let creds = setup.creds.clone().unwrap_or_else(mine);
@@ -441,7 +442,7 @@ impl Inner {
         let named = |e: Error| e.context(format!("path '{path}'"));
         let opened = match place.found {
             Some(_) if creat && excl => {
-                Err(Error::new(Code::Exist, "there is a file of that name"))
+                Err(Error::new(Code::Exist, "a file of that name exists already"))
             }
             Some(attr) if attr.mode & libc::S_IFMT == libc::S_IFDIR => {
                 Err(Error::new(Code::IsDir, "is a folder"))

@@ -64,7 +64,7 @@ pub async fn resolve(client: &Client, creds: &Creds, path: &str) -> Result<Place
             let target = client.readlink(creds, attr.ino).await?;
             if target.first() == Some(&b'/') {
                 let m = format!(
-                    "'{shown}' is a link to {}, and where that lies in the file system is not known here",
+                    "'{shown}' is a link to {}; where that is in the file system is not known here",
                     String::from_utf8_lossy(&target)
                 );
                 return Err(what(Code::Inval, &m));
@@ -78,5 +78,5 @@ pub async fn resolve(client: &Client, creds: &Creds, path: &str) -> Result<Place
             return Err(what(Code::NotDir, &format!("'{shown}' is not a folder")));
         }
     }
-    Err(what(Code::Inval, "names no file"))
+    Err(what(Code::Inval, "does not name a file"))
 }

@@ -19,8 +19,8 @@ use serde_json::{Value, json};
 
 use crate::{
     Tier,
-    tally::{FileTiers, Tally},
     tier::ByTier,
+    tier_counters::{FileTiers, TierCounters},
 };
 
 /// Minimum time between two writes.
@@ -80,9 +80,9 @@ impl Published {
         Ok(p)
     }
 
-    fn write(&mut self, tally: &Tally) -> io::Result<()> {
+    fn write(&mut self, tier_counters: &TierCounters) -> io::Result<()> {
         let program = fs::read_to_string("/proc/self/comm").unwrap_or_default();
-        let files = tally.files();
+        let files = tier_counters.files();
         let all = json!({ "version": 1, "pid": process::id(), "program": program.trim_end(), "fs_uuid": self.fs_uuid, "files": files });
         let bytes = serde_json::to_vec(&all)?;
         self.file.set_len(0)?;
@@ -120,7 +120,7 @@ fn open(path: &Path) -> io::Result<File> {
 }
 
 /// Publishes until it is dropped. A session also works where publishing fails.
-pub async fn publish(folder: PathBuf, fs_uuid: Vec<u8>, tally: Arc<Tally>) {
+pub async fn publish(folder: PathBuf, fs_uuid: Vec<u8>, tier_counters: Arc<TierCounters>) {
     let failed = |e: io::Error| {
         tracing::debug!("`lfs path` will not know of this session: {}: {e}", folder.display())
     };
@@ -129,8 +129,8 @@ pub async fn publish(folder: PathBuf, fs_uuid: Vec<u8>, tally: Arc<Tally>) {
         Err(e) => return failed(e),
     };
     loop {
-        tally.changed().await;
-        if let Err(e) = p.write(&tally) {
+        tier_counters.changed().await;
+        if let Err(e) = p.write(&tier_counters) {
             return failed(e);
         }
         tokio::time::sleep(PAUSE).await;
@@ -204,10 +204,10 @@ mod tests {
     async fn a_living_session_is_seen_and_a_dead_one_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let folder = dir.path().join("gds");
-        let tally = Arc::new(Tally::default());
+        let tier_counters = Arc::new(TierCounters::default());
         let by = |n| ByTier::new(|t| if t == Tier::BounceTcp { n } else { 0 });
-        tally.add(5, Direction::Load, &by(100));
-        let task = tokio::spawn(publish(folder.clone(), vec![1, 0xab], tally.clone()));
+        tier_counters.add(5, Direction::Load, &by(100));
+        let task = tokio::spawn(publish(folder.clone(), vec![1, 0xab], tier_counters.clone()));
         let until = async |ino, loaded: u64| {
             while look(&folder, &[1, 0xab], ino)
                 .first()
@@ -217,8 +217,8 @@ mod tests {
             }
         };
         until(5, 100).await;
-        tally.add(5, Direction::Load, &by(11));
-        tally.add(6, Direction::Save, &by(3));
+        tier_counters.add(5, Direction::Load, &by(11));
+        tier_counters.add(6, Direction::Save, &by(3));
         until(5, 111).await;
         let seen = look(&folder, &[1, 0xab], 6);
         assert_eq!(

@@ -86,7 +86,7 @@ impl Session {
             };
             if let Err(e) = inner.client.unlink(&inner.creds, place.parent, &name).await {
                 tracing::warn!(
-                    "the unfinished file {} was not removed: {e}",
+                    "the unfinished file {} could not be removed: {e}",
                     String::from_utf8_lossy(&name)
                 );
             }

@@ -100,9 +100,8 @@ impl Inner {
             let extent_ends = end.is_multiple_of(each) || end == size;
             if extent_ends && digests.next() != Some(std::mem::take(&mut leaf).finish()) {
                 let from = (end - 1) / each * each;
-                let m = format!(
-                    "bytes {from} to {end} are not what was sealed: `lfs verify` tells more"
-                );
+                let m =
+                    format!("bytes {from} to {end} differ from what was sealed; run `lfs verify`");
                 return Err(Error::new(Code::Corrupt, m));
             }
             done(end, size);
@@ -119,7 +118,7 @@ impl Inner {
         let not = || {
             Error::new(
                 Code::NoData,
-                "is not sealed, and only sealed files have copies: `lfs seal` first",
+                "is not sealed, and only sealed files have copies: run `lfs seal` first",
             )
         };
         let info = match self.client.get_seal(&creds, file.ino(), None).await {
@@ -129,7 +128,7 @@ impl Inner {
         let unfinished = || {
             Error::new(
                 Code::NoData,
-                "is immutable without a manifest: `lfs seal` again completes it",
+                "is immutable without a manifest: run `lfs seal` again to complete it",
             )
         };
         let manifest = info.manifest.ok_or_else(unfinished)?;
@@ -143,10 +142,7 @@ impl Inner {
         }
         if digests.len() as u64 != seal::extents(sealed.size) || seal::root(&digests) != sealed.root
         {
-            return Err(Error::new(
-                Code::Corrupt,
-                "has a manifest that does not agree with itself",
-            ));
+            return Err(Error::new(Code::Corrupt, "has an inconsistent manifest"));
         }
         Ok((sealed, digests))
     }
@@ -162,8 +158,10 @@ fn whole(bufs: Vec<Buf>, offset: u64, len: usize) -> Result<Vec<u8>> {
         all
     });
     if bytes.len() != len {
-        let m =
-            format!("ends after {} bytes, before its manifest says", offset + bytes.len() as u64);
+        let m = format!(
+            "ends after {} bytes, earlier than its manifest says",
+            offset + bytes.len() as u64
+        );
         return Err(Error::new(Code::Corrupt, m));
     }
     Ok(bytes)

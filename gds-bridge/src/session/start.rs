@@ -57,7 +57,7 @@ impl Session {
         policy: Policy,
     ) -> Result<Report, Failed> {
         before.wait().map_err(|fault| {
-            let error = Error::from(fault).context("the stream that the call was to come after");
+            let error = Error::from(fault).context("waiting for the stream before the call");
             Failed { error, report: Box::new(nothing(direction, policy, all)) }
         })?;
         self.call(direction, all, policy)
@@ -83,12 +83,12 @@ impl Started {
             None => {
                 let e = Error::new(
                     Code::Inval,
-                    "the call was started before a fork, by the other process",
+                    "the call was started before a fork, by the parent process",
                 );
                 Err(failed(e, self.nothing.clone()))
             }
             Some(thread) => thread.join().unwrap_or_else(|_| {
-                let e = Error::new(Code::Io, "a fault of this library ended the call");
+                let e = Error::new(Code::Io, "a bug in this library ended the call");
                 Err(failed(e, self.nothing.clone()))
             }),
         }

@@ -50,7 +50,7 @@ impl TensorFile {
             let Some((gpu, len)) = to(&t.name) else { continue };
             if len != t.len {
                 let m = format!(
-                    "{}: tensor '{}' has {} bytes, the memory for it {len}",
+                    "{}: tensor '{}' has {} bytes, but the memory for it has {len}",
                     self.path, t.name, t.len
                 );
                 return Err(Error::new(Code::Inval, m));

@@ -198,7 +198,7 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
     assert!(mem.peek(tensor, 4 * MIB).unwrap() == data);
     let r = bridge.save(&[range(&uncached, 0, tensor, 4 * MIB)], strict).await.unwrap();
     assert!(r.is_all(Tier::BounceRdma), "{r}");
-    let tiers = || bridge.tally().files().remove(&f.ino()).unwrap_or_default();
+    let tiers = || bridge.tier_counters().files().remove(&f.ino()).unwrap_or_default();
     assert_eq!(
         (tiers().loaded[Tier::BounceRdma], tiers().saved[Tier::BounceRdma]),
         (4 * MIB, 4 * MIB)

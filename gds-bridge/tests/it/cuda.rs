@@ -246,7 +246,7 @@ fn what_a_stream_of_the_program_was_given_is_waited_for_and_nothing_that_it_is_g
     assert_eq!(unsafe { create(&mut other, 1) }, 0);
     // SAFETY: the stream was just made.
     let e = unsafe { r.gpu.before(other as u64) }.err().unwrap();
-    assert!(e.to_string().contains("records a graph"), "{e}");
+    assert!(e.to_string().contains("is recording a graph"), "{e}");
 }
 
 #[tokio::test]
@@ -317,7 +317,7 @@ async fn errors_of_the_driver_end_calls_by_their_meaning() {
     let failed = bridge.load(&[whole(&freed, tensor)], Policy::Prefer).await.unwrap_err();
     assert!(failed.error.code == Code::Inval && failed.report.switches.is_empty(), "{failed}");
     assert!(
-        failed.error.message.contains("is not of memory that this device's context has"),
+        failed.error.message.contains("does not belong to memory of this device's context"),
         "{failed}"
     );
 
@@ -442,7 +442,7 @@ async fn what_is_damaged_between_host_and_device_is_found_by_the_devices_sums() 
     let report = bridge.load(&all, BOUNCE).await.unwrap();
     assert_eq!(report.checksums, Checksums::Host);
     assert!(
-        report.to_string().contains("not verified on the GPU: it was not asked for"),
+        report.to_string().contains("not verified on the GPU: it was not requested"),
         "{report}"
     );
     drop((bridge, r.gpu));
@@ -459,7 +459,7 @@ fn policy_tier(p: Policy) -> Tier {
 #[tokio::test]
 async fn a_kernel_that_cannot_be_had_or_is_wrong_is_not_used_and_the_report_says_so() {
     for (what, n, words) in
-        [(7, 218, "does not take the kernel that sums"), (8, 1, "does not work on this device")]
+        [(7, 218, "does not accept the checksum kernel"), (8, 1, "does not work on this device")]
     {
         let Some(r) = rig(&[]) else { return };
         set(&r.library, what, n);
@@ -487,7 +487,7 @@ async fn a_device_without_memory_for_sums_keeps_its_tiers_and_the_report_says_so
     set(&r.library, 11, 1);
     let report = bridge.load(&[whole(&file, tensor)], BOUNCE).await.unwrap();
     assert!(report.is_all(Tier::BounceTcp) && report.checksums == Checksums::Host, "{report}");
-    assert!(report.not_on_gpu.as_ref().unwrap().contains("no room for 131072 bytes"), "{report}");
+    assert!(report.not_on_gpu.as_ref().unwrap().contains("no memory for 131072 bytes"), "{report}");
     assert!(matches!(bridge.standings()[Tier::BounceTcp], Standing::Available(_)));
     set(&r.library, 11, 0);
     assert_eq!(

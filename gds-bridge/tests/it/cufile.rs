@@ -104,7 +104,11 @@ fn what_cannot_be_used_says_why() {
         "cufile",
         "its compatibility mode stays on: cuFileSetParameterBool failed with 5026",
     );
-    said(&["-DNO_DRIVER"], "cufile", "cuFileDriverOpen failed with 5011: the CUDA driver said 999");
+    said(
+        &["-DNO_DRIVER"],
+        "cufile",
+        "cuFileDriverOpen failed with 5011: the CUDA driver returned 999",
+    );
     // Our own library, under whatever name it is found.
     said(&["-DOURS"], "no-cufile", "is StrakeFS's own library");
     let gone =

@@ -277,7 +277,7 @@ async fn a_device_without_sums_loads_with_consent_and_does_not_save() {
     );
     assert!(s.mem.peek(tensor, MIB).unwrap() == data);
     let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
-    assert!(failed.error.message.contains("take no bytes without checksums"), "{failed}");
+    assert!(failed.error.message.contains("accept no bytes without checksums"), "{failed}");
     assert!(matches!(failed.report.unavailable[0].1, Unavailable::NoSums { .. }));
 }
 
@@ -326,7 +326,7 @@ async fn where_nothing_can_be_lent_the_tier_says_so_and_nothing_moves_by_it() {
     let (lent, _) = s.cluster.net.lent();
     let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
     assert!(
-        failed.error.code == Code::OpNotSupp && failed.error.message.contains("reached by RDMA"),
+        failed.error.code == Code::OpNotSupp && failed.error.message.contains("by RDMA"),
         "{failed}"
     );
     assert_eq!((s.cluster.net.lent().0, failed.report.moved()), (lent, 0));
@@ -481,7 +481,7 @@ async fn one_server_without_rdma_costs_no_load_its_tier_and_a_save_only_its_own(
     let r = s.bridge.load(&all, DIRECT).await.unwrap();
     assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
     let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
-    assert!(failed.error.message.contains("is not reached by RDMA"), "{failed}");
+    assert!(failed.error.message.contains("is not reachable by RDMA"), "{failed}");
     let r = s.bridge.save(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
     assert!(r.by_tier[Tier::GpuRdma] < MIB && r.moved() == MIB, "{r}");
     assert!(
@@ -618,7 +618,7 @@ async fn a_device_without_room_for_sums_uses_the_direct_road_only_with_consent()
         match (consent, s.bridge.load(&all, DIRECT).await) {
             (true, Ok(r)) => {
                 assert!(r.is_all(Tier::GpuRdma) && r.checksum == Some(Checksum::AtOssOnly), "{r}");
-                assert!(r.not_on_gpu.as_ref().unwrap().contains("no room for 4096 bytes"), "{r}");
+                assert!(r.not_on_gpu.as_ref().unwrap().contains("no memory for 4096 bytes"), "{r}");
                 assert!(s.mem.peek(tensor, MIB).unwrap() == data);
             }
             (false, Err(f)) => {
@@ -686,7 +686,7 @@ async fn a_file_of_no_storage_server_has_no_direct_road() {
     let tensor = mem.alloc(4096).unwrap();
     let m = mem.export(tensor, 4096).unwrap();
     let no = |e: Error| {
-        assert!(e.code == Code::OpNotSupp && e.message.contains("on no storage server"), "{e}")
+        assert!(e.code == Code::OpNotSupp && e.message.contains("has no storage server"), "{e}")
     };
     no(FileIo::read_direct(&*file, 0, &m).await.unwrap_err());
     no(FileIo::write_direct(&*file, 0, &m, &[0]).await.unwrap_err());

@@ -299,13 +299,13 @@ async fn bad_ranges_are_refused_before_anything_moves() {
     let before = mem.copied();
     let cases = [
         (vec![good.clone(), t(0, foreign, 10)], "range 1: address"),
-        (vec![t(0, 0, 10)], "not of memory that this device's context has"),
+        (vec![t(0, 0, 10)], "does not belong to memory of this device's context"),
         (vec![t(0, freed + 7, 10)], "memory that was freed"),
         (vec![t(0, a + 4000, 97)], "97 bytes from address"),
         (vec![t(0, a, u64::MAX)], "beyond the largest file"),
         (vec![t(u64::MAX - 5, a, 100)], "beyond the largest file"),
         (vec![t(1 << 50, a, 1)], "beyond the largest file"),
-        (vec![t(0, u64::MAX - 3, 100)], "not of memory"),
+        (vec![t(0, u64::MAX - 3, 100)], "does not belong to memory"),
         (
             vec![good.clone(), t(500, a + 99, 10)],
             "range 1: it overlaps range 0 in the device's memory",
@@ -486,7 +486,7 @@ async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
     // A policy that requires TCP is not met: a load copies nothing, and a save reports the tier
     // that its bytes took.
     let failed = bridge.load(&all, BOUNCE).await.unwrap_err();
-    assert!(failed.error.message.contains("came by rdma"), "{failed}");
+    assert!(failed.error.message.contains("came over rdma"), "{failed}");
     assert_eq!((failed.error.code, failed.report.moved()), (Code::Io, 0));
     let failed = bridge.save(&all, BOUNCE).await.unwrap_err();
     assert!(failed.error.message.contains("which makes it bounce-rdma"), "{failed}");
@@ -541,8 +541,11 @@ async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_cal
             );
             if direction == Direction::Load {
                 let [s] = &r.switches[..] else { panic!("{r}") };
-                let want =
-                    (Tier::BounceRdma, Some(Tier::BounceTcp), &Unavailable::CameBy(Road::Tcp));
+                let want = (
+                    Tier::BounceRdma,
+                    Some(Tier::BounceTcp),
+                    &Unavailable::OtherTransport(Road::Tcp),
+                );
                 assert_eq!((s.from, s.to, &s.why), want);
             }
         }
@@ -911,9 +914,9 @@ async fn reports_say_how_far_bytes_were_verified() {
     let (mem, with) = (FakeGpu::new(), FakeGpu::new());
     with.play_sums();
     for (mem, asked, want, why) in [
-        (&mem, false, Checksums::Host, Some("it was not asked for")),
+        (&mem, false, Checksums::Host, Some("it was not requested")),
         (&mem, true, Checksums::Host, Some("there is no GPU")),
-        (&with, false, Checksums::Host, Some("it was not asked for")),
+        (&with, false, Checksums::Host, Some("it was not requested")),
         (&with, true, Checksums::Gpu, None),
     ] {
         let (bridge, pool) = open(mem, asked).await;

@@ -205,7 +205,7 @@ async fn ranges_of_copies_arrive_without_the_cluster_and_the_device_verifies_the
     // The local tier cannot save.
     let e = bridge.save(&[at(&f, 0, to, 100)], LOCAL).await.unwrap_err();
     assert!(
-        e.error.code == Code::OpNotSupp && e.error.message.contains("nothing is saved to it"),
+        e.error.code == Code::OpNotSupp && e.error.message.contains("nothing can be saved to them"),
         "{e}"
     );
 }
@@ -246,7 +246,7 @@ async fn a_device_without_room_for_sums_makes_the_tier_rest_or_takes_consent() {
         let r = agreed.load(std::slice::from_ref(&part), LOCAL).await.unwrap();
         adds_up(&r);
         assert!(r.is_all(Tier::LocalGds) && r.checksum == Some(Checksum::AtOssOnly), "{r}");
-        assert!(r.not_on_gpu.as_ref().unwrap().contains("did not sum all of it"), "{r}");
+        assert!(r.not_on_gpu.as_ref().unwrap().contains("did not sum all of the data"), "{r}");
         let failed = bridge.load(std::slice::from_ref(&part), LOCAL).await.unwrap_err();
         assert!(
             failed.error.message.contains("could not sum its memory") && failed.report.moved() == 0,
@@ -284,15 +284,15 @@ async fn a_device_without_room_for_sums_makes_the_tier_rest_or_takes_consent() {
 async fn no_lie_of_cufile_counts_and_strict_calls_never_degrade() {
     let size = 3 * MIB + 77;
     for (trick, words) in [
-        (Trick::Positive(5006), "as if it were a number of bytes"),
+        (Trick::Positive(5006), "returned like a number of bytes"),
         (Trick::Fails(5008), "cuFileRead failed with -5008"),
-        (Trick::Errno(5008), "cuFileRead failed with -1: errno 5008, a code of cuFile's"),
-        (Trick::Errno(5024), "cuFileRead failed with -1: errno 5024, a code of cuFile's"),
+        (Trick::Errno(5008), "cuFileRead failed with -1: errno 5008, an error code of cuFile"),
+        (Trick::Errno(5024), "cuFileRead failed with -1: errno 5024, an error code of cuFile"),
         (Trick::Errno(libc::ENXIO), "No such device or address"),
         (Trick::NoCounters, "cuFileGetStatsL3 failed with 5030"),
-        (Trick::Short, "were asked for"),
-        (Trick::Posix, "another way than straight"),
-        (Trick::Uncounted, "another way than straight"),
+        (Trick::Short, "were requested"),
+        (Trick::Posix, "cuFile did not read"),
+        (Trick::Uncounted, "cuFile did not read"),
         (Trick::Flips, "their CRC32Cs differ"),
     ] {
         let rig = Rig::new();
@@ -368,7 +368,7 @@ async fn a_damaged_copy_is_never_returned_nor_used_again() {
         assert_eq!(failed.error.code.errno(), libc::EIO, "{failed}");
         assert!(
             failed.error.message.contains("is damaged from byte")
-                && failed.error.message.contains("put aside")
+                && failed.error.message.contains("set aside")
         );
         assert!(!path.exists() && path.with_extension("damaged").exists());
         let e = bridge.load(&[whole(&f, to)], LOCAL).await.unwrap_err();

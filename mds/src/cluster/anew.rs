@@ -148,17 +148,17 @@ impl<'a> Homes<'a> {
 pub(crate) fn begin(map: &mut pb::ClusterMap, b: &pb::ChainsAnew) -> Result<()> {
     let (mut next, open) = (map.clone(), recovery::in_doubt(map));
     let no = |code, id: ChainId, why: &str| {
-        Err(Error::new(code, format!("chain {id} does not begin anew: {why}")))
+        Err(Error::new(code, format!("chain {id} does not start anew: {why}")))
     };
     if b.chains.len() > AT_ONCE {
         return Err(Error::new(Code::Inval, format!("more than {AT_ONCE} chains at once")));
     }
     for new in &b.chains {
         let Some(old) = next.chains.iter_mut().find(|c| c.id == new.id) else {
-            return no(Code::Inval, new.id, "it is not there");
+            return no(Code::Inval, new.id, "it does not exist");
         };
         if new.epoch != old.epoch + 1 || old.head().is_some() || open.contains(&new.id) {
-            return no(Code::Busy, new.id, "it was changed since it was looked for files there");
+            return no(Code::Busy, new.id, "it was changed after the search for its files");
         }
         check_chain(new)?;
         let registered = |t: &TargetId| map.targets.iter().any(|h| h.id == *t);
@@ -171,7 +171,7 @@ pub(crate) fn begin(map: &mut pb::ClusterMap, b: &pb::ChainsAnew) -> Result<()> 
             || !new.preferred.iter().all(registered)
             || !states
         {
-            return no(Code::Inval, new.id, "these are no replicas that it can begin with");
+            return no(Code::Inval, new.id, "it cannot start with these replicas");
         }
         *old = new.clone();
         Membership::Anew.taken();

@@ -48,7 +48,7 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
                 let h = known(heir).ok_or_else(|| missing(heir))?;
                 if heir == c.target || h.draining {
                     return inval(format!(
-                        "target {heir} cannot take what target {} has: it is to be emptied",
+                        "target {heir} cannot take the data of target {}: it is being drained",
                         c.target
                     ));
                 }
@@ -58,7 +58,7 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
                 .filter(|t| t.heir == Some(c.target))
                 .for_each(|t| t.heir = None);
         }
-        _ if c.heir.is_some() => return inval("only a target that is emptied has an heir".into()),
+        _ if c.heir.is_some() => return inval("only a drained target has an heir".into()),
         _ if c.slow.is_some() => return inval("a slow target is drained, nothing else".into()),
         target_action::KEEP => {}
         target_action::GIVE_UP if is.alive => {
@@ -86,7 +86,7 @@ pub fn target_change(map: &mut pb::ClusterMap, c: &pb::TargetChange) -> Result<(
             commit(map, next);
             return Ok(());
         }
-        a => return inval(format!("unknown action {a} about a target")),
+        a => return inval(format!("unknown target action {a}")),
     }
     for t in next.targets.iter_mut().filter(|t| t.id == c.target) {
         t.draining = c.action != target_action::KEEP;
@@ -126,7 +126,7 @@ fn judge_lost(map: &mut pb::ClusterMap) {
 
 fn may_go(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
     let busy = |why: String| {
-        Err(Error::new(Code::Busy, format!("target {} cannot be taken out: {why}", t.id)))
+        Err(Error::new(Code::Busy, format!("target {} cannot be removed: {why}", t.id)))
     };
     let needs =
         |c: &&pb::Chain| !c.lost && (c.state_of(t.id).is_some() || c.preferred.contains(&t.id));
@@ -139,11 +139,12 @@ fn may_go(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
         }
     }
     if map.doubts.iter().any(|d| d.replicas.iter().any(|r| r.target == t.id)) {
-        return busy("since a recovery it is not known what it may be needed for".into());
+        return busy("since the recovery it is not known whether it is needed".into());
     }
     if t.alive {
         return busy(
-            "it is alive; take it out of its server's `targets`, restart that, and repeat this"
+            "it is alive; remove it from its server's `targets`, restart the server, and repeat \
+             this command"
                 .into(),
         );
     }
@@ -396,13 +397,13 @@ pub(super) enum Why {
 impl Why {
     pub(super) fn words(self) -> &'static str {
         match self {
-            Why::Dead => "that has been dead for long",
-            Why::Full => "that has become too full",
-            Why::Drains => "that is to be emptied",
+            Why::Dead => "the old target has been dead for long",
+            Why::Full => "the old target has become too full",
+            Why::Drains => "the old target is being drained",
             Why::Crowded => "another copy is in the same rack",
-            Why::Fuller => "that is fuller",
-            Why::Pool => "that is not in the pool of these files",
-            Why::Heads => "that heads more than its share",
+            Why::Fuller => "the old target is fuller",
+            Why::Pool => "the old target is not in the pool of these files",
+            Why::Heads => "the old target heads more than its share of chains",
         }
     }
 }

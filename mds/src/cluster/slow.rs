@@ -299,10 +299,14 @@ pub fn may_drain(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
         return busy("it is drained already".into());
     }
     if t.kept != 0 && t.kept == t.stamp {
-        return busy("it was said to stay".into());
+        return busy("an administrator decided that it stays".into());
     }
     if let Some(other) = map.targets.iter().find(|o| o.slow.is_some()) {
-        return busy(format!("target {} is, and nobody has seen to that yet", other.id));
+        return busy(format!(
+            "target {} is drained for slowness, and no administrator has dealt \
+                             with that yet",
+            other.id
+        ));
     }
     let left: BTreeSet<NodeId> = map
         .targets
@@ -312,7 +316,7 @@ pub fn may_drain(map: &pb::ClusterMap, t: &pb::Target) -> Result<()> {
         .collect();
     let copies = map.chains.iter().map(|c| c.preferred.len()).max().unwrap_or(0);
     if left.len() < copies {
-        return busy(format!("{} nodes would be left, for {copies} copies", left.len()));
+        return busy(format!("only {} nodes would be left, for {copies} copies", left.len()));
     }
     Ok(())
 }

@@ -90,7 +90,7 @@ fn check_register(map: &pb::ClusterMap, r: &pb::RegisterRequest) -> Result<()> {
     }
     if !r.fs_uuid.is_empty() && r.fs_uuid != map.fs_uuid {
         return Err(inval(format!(
-            "the targets of node '{}' belong to another cluster; give it this cluster's own",
+            "the targets of node '{}' belong to another cluster; give it targets of this cluster",
             r.name
         )));
     }
@@ -100,7 +100,7 @@ fn check_register(map: &pb::ClusterMap, r: &pb::RegisterRequest) -> Result<()> {
     }
     if r.targets.iter().map(|t| t.sights.len()).sum::<usize>() > recovery::MAX_SIGHTS {
         return Err(inval(format!(
-            "node '{}' knows of more than {} chains",
+            "node '{}' names more than {} chains",
             r.name,
             recovery::MAX_SIGHTS
         )));
@@ -114,7 +114,8 @@ fn check_register(map: &pb::ClusterMap, r: &pb::RegisterRequest) -> Result<()> {
         return Err(Error::new(
             Code::Busy,
             format!(
-                "another live node is registered as '{}' with other targets; give this one its own name",
+                "another live node is registered as '{}' with other targets; give this one \
+                 another name",
                 r.name
             ),
         ));
@@ -164,10 +165,7 @@ fn register_target(
             return Err(Error::new(Code::Busy, m));
         }
         if have.stamp != t.stamp && t.follows.is_some_and(|f| f != have.stamp) {
-            let m = format!(
-                "another life of target {} has registered meanwhile; ask for the map and register again",
-                have.id
-            );
+            let m = format!("target {} has registered anew; get the map first", have.id);
             return Err(Error::new(Code::Stale, m));
         }
         have.node = node;
@@ -189,8 +187,9 @@ fn register_target(
         let since = match recovery::incarnation(next).era() {
             0 => "",
             _ => {
-                ": it joined after the state that the metadata servers were recovered from, so it holds nothing but data of files \
-                  that are lost. Take it out of `targets`, or make it anew in an empty folder"
+                ": it joined after the state from which the metadata servers were recovered, so \
+                 it holds only data of files that are lost. Remove it from `targets`, or create \
+                 it again in an empty folder"
             }
         };
         let m = format!(
@@ -240,7 +239,7 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
         let have = find(&mut next.targets, |h| h.id == t.id, "target", t.id)?;
         if have.uuid != t.uuid || have.node != t.node {
             return Err(inval(format!(
-                "target {} changes its node or uuid by registration only",
+                "only a registration can change the node or uuid of target {}",
                 t.id
             )));
         }
@@ -254,12 +253,16 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
         let have = at.get(&c.id).copied();
         if c.lost || have.is_some_and(|i| next.chains[i].lost) {
             return Err(inval(format!(
-                "chain {}: what is lost is decided by an administrator",
+                "chain {}: only an administrator decides what is lost",
                 c.id
             )));
         }
         if open.contains(&c.id) {
-            let m = format!("chain {}: what is in sync is not known yet since the recovery", c.id);
+            let m = format!(
+                "chain {}: since the recovery it is not known yet which replicas are \
+                             in sync",
+                c.id
+            );
             return Err(Error::new(Code::Busy, m));
         }
         check_chain(c)?;
@@ -276,8 +279,10 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
                 if next.chains.len() >= chain_table::MAX_CHAINS
                     || u64::from(c.id) >= chain_table::ids(map).1
                 {
-                    let m =
-                        format!("chain {}: the cluster has all the chains that it can have", c.id);
+                    let m = format!(
+                        "chain {}: the cluster already has the largest number of chains",
+                        c.id
+                    );
                     return Err(Error::new(Code::NoSpc, m));
                 }
                 at.insert(c.id, next.chains.len());
@@ -325,29 +330,29 @@ pub(super) fn check_chain(c: &pb::Chain) -> Result<()> {
     let bad = |why: &str| Err(inval(format!("chain {}: {why}", c.id)));
     let members: BTreeSet<TargetId> = c.replicas.iter().map(|r| r.target).collect();
     if c.replicas.is_empty() || members.len() != c.replicas.len() {
-        return bad("no replicas, or one twice");
+        return bad("it has no replicas, or one twice");
     }
     let wanted: BTreeSet<TargetId> = c.preferred.iter().copied().collect();
     if wanted.is_empty() || wanted.len() != c.preferred.len() {
-        return bad("no targets that it shall have, or one twice");
+        return bad("it has no wanted targets, or one twice");
     }
     if c.replicas.len() > MAX_REPLICAS || c.preferred.len() > MAX_REPLICAS {
-        return bad("more replicas than a chain can have");
+        return bad("it has more replicas than a chain can have");
     }
     if count(c, ReplicaState::ReplicaUnknown) > 0 {
-        return bad("a replica without a state");
+        return bad("it has a replica without a state");
     }
     if !c.replicas.is_sorted_by_key(|r| rank(r.state())) {
-        return bad("replicas out of order: SERVING, then SYNCING, then the rest");
+        return bad("its replicas are out of order: SERVING, then SYNCING, then the rest");
     }
     let serving = count(c, ReplicaState::ReplicaServing);
     let last = count(c, ReplicaState::ReplicaLastsrv);
     if (serving == 0) == (last == 0) {
-        return bad("either some replica is SERVING, or some are known to be the last that were");
+        return bad("it needs a SERVING replica or known last ones, but not both");
     }
     let syncing = count(c, ReplicaState::ReplicaSyncing);
     if syncing > 1 || (syncing == 1 && serving == 0) {
-        return bad("one replica at a time is SYNCING, from a SERVING one");
+        return bad("only one replica may be SYNCING, and only beside a SERVING one");
     }
     Ok(())
 }
@@ -359,7 +364,7 @@ fn check_new_chain(c: &pb::Chain) -> Result<()> {
         || !members.eq(c.preferred.iter().copied())
     {
         return Err(inval(format!(
-            "chain {}: a new chain is SERVING at epoch 1, on the targets that it shall have",
+            "chain {}: a new chain must be SERVING at epoch 1, on its wanted targets",
             c.id
         )));
     }
@@ -374,7 +379,7 @@ pub fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
         Err(inval(format!("chain {} from epoch {} to {}: {why}", old.id, old.epoch, new.epoch)))
     };
     if new.epoch <= old.epoch {
-        return bad("epochs only grow");
+        return bad("epochs only increase");
     }
     if new.preferred.len() != old.preferred.len() {
         return bad("the number of its copies never changes");
@@ -410,7 +415,10 @@ pub fn settings(map: &mut pb::ClusterMap, s: &pb::Settings) -> Result<()> {
     if s.min_copies as usize > MAX_COPIES {
         return Err(Error::new(
             Code::Inval,
-            format!("at least {} copies; {MAX_COPIES} are the most", s.min_copies),
+            format!(
+                "{} is not possible as the lowest number of copies; the most is {MAX_COPIES}",
+                s.min_copies
+            ),
         ));
     }
     if map.min_copies != s.min_copies {
@@ -434,7 +442,7 @@ pub fn mds_nodes(map: &mut pb::ClusterMap, m: &pb::MdsNodes) -> Result<()> {
         }
         if map.former.contains(&n.id) || m.gone.contains(&n.id) {
             return Err(inval(format!(
-                "metadata server {} was removed and is never a member again",
+                "metadata server {} was removed and can never be a member again",
                 n.id
             )));
         }

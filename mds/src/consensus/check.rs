@@ -16,23 +16,23 @@ pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Opti
         return Some("is for another member");
     }
     if m.from == 0 || m.from == raft.id {
-        return Some("has no proper sender");
+        return Some("has no valid sender");
     }
     if m.term == 0 || m.term > MAX_INDEX {
-        return Some("has no proper term");
+        return Some("has no valid term");
     }
     let snapshot_index = m.get_snapshot().get_metadata().index;
     if [m.index, m.commit, m.reject_hint, m.request_snapshot, snapshot_index]
         .iter()
         .any(|i| *i > MAX_INDEX)
     {
-        return Some("has an index out of all bounds");
+        return Some("has an index out of range");
     }
     let log = &raft.raft_log;
     match m.get_msg_type() {
         MsgAppend => refuse_append(raft, sent, m),
         MsgHeartbeat if m.term >= raft.term && m.commit > log.last_index() => {
-            Some("says that entries are committed which this member never had")
+            Some("says that entries are committed that this member never had")
         }
         MsgAppendResponse => {
             if m.term == raft.term && m.index > log.last_index() {
@@ -42,7 +42,7 @@ pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Opti
             // follower is known to have already (fixed upstream by #557).
             let matched = raft.prs().get(m.from).map_or(0, |p| p.matched);
             (m.reject && m.request_snapshot == 0 && m.index <= matched && m.term == raft.term)
-                .then_some("rejects what its sender has acknowledged")
+                .then_some("rejects entries that its sender has acknowledged")
         }
         MsgSnapshot => {
             let meta = m.get_snapshot().get_metadata();
@@ -51,11 +51,11 @@ pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Opti
                 || meta.term > m.term
                 || !is_membership(meta.get_conf_state())
             {
-                return Some("has an improper snapshot");
+                return Some("has an invalid snapshot");
             }
             // raft-rs would accept it and drop acknowledged entries after it.
             (meta.index < raft.pending_request_snapshot)
-                .then_some("has an older snapshot than was asked for")
+                .then_some("has an older snapshot than requested")
         }
         MsgRequestVote
         | MsgRequestPreVote
@@ -64,7 +64,7 @@ pub(super) fn refuse<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Opti
         | MsgHeartbeat
         | MsgHeartbeatResponse
         | MsgTimeoutNow => None,
-        _ => Some("is of a kind that members do not send each other"),
+        _ => Some("is of a kind that members do not send to each other"),
     }
 }
 
@@ -92,7 +92,7 @@ fn refuse_append<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&
     let (mut index, mut term) = (m.index, m.log_term);
     for e in &m.entries {
         if index.checked_add(1) != Some(e.index) || e.term < term || e.term > m.term {
-            return Some("has entries that do not follow each other");
+            return Some("has entries that are not consecutive");
         }
         (index, term) = (e.index, e.term);
         let known = e.index > log.applied && e.index <= log.committed;
@@ -103,7 +103,7 @@ fn refuse_append<S: Storage>(raft: &Raft<S>, sent: u64, m: &Message) -> Option<&
         // one.
         let standing = e.index > log.committed && e.index <= sent;
         if standing && m.term == raft.term && log.term(e.index).is_ok_and(|t| t != e.term) {
-            return Some("contradicts what its term's leader sent before");
+            return Some("contradicts earlier entries of the same term's leader");
         }
     }
     None

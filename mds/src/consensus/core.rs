@@ -236,7 +236,7 @@ impl Core {
         let last = m.entries.last().map_or((m.index, m.log_term), |e| (e.index, e.term));
         // An error means that the message is from a removed member.
         if let Err(e) = self.raw.step(m) {
-            tracing::debug!(from, ?kind, "raft message not taken: {e}");
+            tracing::debug!(from, ?kind, "raft message not accepted: {e}");
         }
         if kind == MsgAppend
             && term == self.term()
@@ -265,7 +265,7 @@ impl Core {
         if self.raw.raft.has_pending_conf() || !self.raw.store().conf.voters_outgoing.is_empty() {
             return Err(Error::new(
                 Code::Busy,
-                "another membership change is under way; try again when it is done",
+                "another membership change is in progress; try again when it is complete",
             ));
         }
         let data = change.write_to_bytes().map_err(|e| Error::new(Code::Inval, e.to_string()))?;

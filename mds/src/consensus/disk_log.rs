@@ -57,8 +57,9 @@ pub struct DiskLog {
 /// The error of a member that does not start because its log is not whole.
 pub fn refusal(cause: impl std::fmt::Display) -> Error {
     let m = format!(
-        "the raft log of this metadata server is damaged: {cause}. It may have lost what it acknowledged, so it must not \
-         vote again: replace it under a new id (docs/operations.md, 'Changing the group of metadata servers')"
+        "the raft log of this metadata server is damaged: {cause}. Acknowledged entries may be \
+         lost, so it must not vote again: replace it under a new id (docs/operations.md, \
+         'Changing the group of metadata servers')"
     );
     Error::new(Code::Corrupt, m)
 }
@@ -281,7 +282,7 @@ fn create(
             pages::scan(&bytes, header.first_batch, header.stamp).map_err(|e| in_file(&path, e))?;
         if *number != 1 || scan.batches.len() != 1 || scan.torn_to.is_some() {
             return Err(refusal(format!(
-                "{} holds a log, but the file '{MARKER}' beside it is gone",
+                "{} holds a log, but the file '{MARKER}' beside it is missing",
                 path.display()
             )));
         }
@@ -409,7 +410,7 @@ impl Recovery {
             let refused = |m: &str| refusal(format!("{}: {m}", path.display()));
             let expected = next_batch.unwrap_or(h.first_batch);
             if h.segment != *number || h.stamp != header.stamp || h.first_batch != expected {
-                return Err(refused("it is not the segment that belongs here"));
+                return Err(refused("another segment belongs here"));
             }
             let scan =
                 pages::scan(&bytes, h.first_batch, h.stamp).map_err(|e| in_file(&path, e))?;
@@ -422,7 +423,7 @@ impl Recovery {
             let mut end = None;
             for b in batches {
                 match end_of(b) {
-                    _ if end.is_some() => return Err(refused("batches follow its end")),
+                    _ if end.is_some() => return Err(refused("there are batches after its end")),
                     Some(next) => end = Some(next),
                     None => {
                         r.batch(b, &mut segments, &mut segment).map_err(|e| refused(&e.message))?
@@ -432,7 +433,7 @@ impl Recovery {
             segments.push_back(segment);
             next_batch = Some(h.first_batch + scan.batches.len() as u64);
             if end.is_some() && scan.torn_to.is_some() {
-                return Err(refused("pages follow its end"));
+                return Err(refused("there are pages after its end"));
             }
             match (end, numbers.get(i + 1)) {
                 (Some(next), Some(there)) if next == *there => {}
@@ -456,7 +457,7 @@ impl Recovery {
                 }
             }
         }
-        Err(refusal("it has no last segment"))
+        Err(refusal("the last segment is missing"))
     }
 
     fn checkpoint(&mut self, base: [u64; 4], ops: &[LogOp], oldest: bool) -> Result<()> {
@@ -541,7 +542,7 @@ impl Found {
         let file = OpenOptions::new().read(true).write(true).open(path).map_err(|e| at(path, e))?;
         let mut size = file.metadata().map_err(|e| at(path, e))?.len() as usize;
         if let Some(to) = self.torn_to {
-            tracing::info!(file = %path.display(), at = self.end, "cut an unfinished batch off the raft log");
+            tracing::info!(file = %path.display(), at = self.end, "cut an incomplete batch off the raft log");
             let clear = || {
                 file.write_all_at(&vec![0; to - self.end], self.end as u64)?;
                 file.sync_all()

@@ -225,7 +225,7 @@ impl Driver {
     /// The disk is full, or the state is damaged: another member should lead, where there is one.
     fn stall(&mut self, e: Error) {
         if self.stall.why.is_none() {
-            tracing::error!("this metadata server takes no changes for now: {e}");
+            tracing::error!("this metadata server accepts no changes for now: {e}");
         }
         if is_only_voter(&self.core) {
             self.waiters.fail();
@@ -237,7 +237,7 @@ impl Driver {
 
     fn unstall(&mut self) {
         if self.stall.why.take().is_some() {
-            tracing::info!("this metadata server takes changes again");
+            tracing::info!("this metadata server accepts changes again");
             self.core.set_stalled(false);
         }
     }
@@ -310,7 +310,7 @@ impl Driver {
             }
             None if self.core.image().peers.len() >= MAX_PEERS => Err(Error::new(
                 Code::Overloaded,
-                format!("{MAX_PEERS} metadata servers are known, {from} is one too many"),
+                format!("{MAX_PEERS} metadata servers are known; {from} would be one too many"),
             )),
             None => {
                 let slot = self.log.reserve()?;
@@ -354,7 +354,7 @@ impl Driver {
             Event::Sent { to, id, result } => {
                 if self.copies.sent(to, id) {
                     if let Err(e) = &result {
-                        tracing::warn!(to, "copying the state failed, will be tried again: {e}");
+                        tracing::warn!(to, "copying the state failed and will be tried again: {e}");
                     }
                     self.core.report_snapshot(to, result.is_ok());
                 }

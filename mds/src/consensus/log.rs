@@ -118,7 +118,7 @@ impl LogImage {
                     Some(t) if t == *term => self.drop_to(*index, *term),
                     _ => {
                         return Err(damaged(format!(
-                            "cut at index {index} term {term}, which is not there"
+                            "cut at index {index} term {term}, which the log does not have"
                         )));
                     }
                 }
@@ -250,7 +250,7 @@ pub fn decode_ops(mut bytes: &[u8]) -> Result<Vec<LogOp>> {
 }
 
 fn short() -> Error {
-    damaged("a change is cut short".into())
+    damaged("a change is incomplete".into())
 }
 
 fn words<const N: usize>(body: &[u8]) -> Result<[u64; N]> {

@@ -125,7 +125,7 @@ impl LogStore for MemLog {
         tokio::time::sleep(latency).await;
         let mut s = self.state.lock();
         let Some(ops) = s.in_flight.take() else {
-            return Err(Error::new(Code::Io, "the log was taken away in mid-write"));
+            return Err(Error::new(Code::Io, "the log was removed during a write"));
         };
         s.writes += 1;
         if s.skip_sync {

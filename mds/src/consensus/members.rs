@@ -119,7 +119,7 @@ impl Group {
 
     fn silence(&self, m: &Member) -> String {
         match m.heard {
-            Some(ago) => format!("was last heard of {:.0} s ago; is it up?", ago.as_secs_f64()),
+            Some(ago) => format!("was last heard from {:.0} s ago; is it up?", ago.as_secs_f64()),
             None => "does not answer; is it up?".into(),
         }
     }
@@ -135,7 +135,7 @@ impl Group {
             MemberChange::AddLearner { id, endpoint } => {
                 if *id == 0 || self.get(*id).is_some() {
                     return Err(inval(format!(
-                        "metadata server {id} is a member already, or no id"
+                        "metadata server {id} is a member already, or not a valid id"
                     )));
                 }
                 let mut c = single(*id, ConfChangeType::AddLearnerNode);
@@ -150,7 +150,7 @@ impl Group {
         let mut named: Vec<u64> = [promote, remove].concat();
         named.sort_unstable();
         if named.is_empty() || named.windows(2).any(|w| w[0] == w[1]) {
-            return Err(inval("a change names at least one member, and none twice".into()));
+            return Err(inval("a change must name at least one member, and none twice".into()));
         }
         for id in remove {
             if *id == self.me {
@@ -231,7 +231,8 @@ fn single(id: u64, kind: ConfChangeType) -> ConfChangeV2 {
 /// The error that ends a member that was removed.
 pub(crate) fn not_member(id: u64) -> Error {
     let m = format!(
-        "metadata server {id} was removed from its group; its folder is of no more use, and its id is spent"
+        "metadata server {id} was removed from its group; its folder is of no further use, and \
+         its id must not be used again"
     );
     Error::new(Code::NotMember, m)
 }

@@ -95,7 +95,7 @@ impl Node {
                 Code::Disconnected,
                 format!("this metadata server has stopped: {}", e.message),
             ),
-            None => Error::new(Code::Disconnected, "this metadata server lost its leadership"),
+            None => Error::new(Code::Disconnected, "this metadata server is no longer the leader"),
         }
     }
 
@@ -349,8 +349,9 @@ impl Node {
 /// incarnation `now`.
 fn superseded(id: u64, former: Incarnation, now: Incarnation) -> Error {
     let m = format!(
-        "metadata server {id} is of incarnation {former} of its group, which was recovered without it as {now}: its folder is of no \
-         more use, and its id is spent (docs/operations.md, 'When the group is lost')"
+        "metadata server {id} is of incarnation {former} of its group, which was recovered \
+         without it as {now}: its folder is of no further use, and its id must not be used again \
+         (docs/operations.md, 'When the group is lost')"
     );
     Error::new(Code::NotMember, m)
 }
@@ -358,8 +359,9 @@ fn superseded(id: u64, former: Incarnation, now: Incarnation) -> Error {
 /// The error for two incarnations that were both made from what was left of one group.
 pub fn twins(own: Incarnation, theirs: Incarnation) -> Error {
     let m = format!(
-        "the group was recovered twice: this metadata server is of incarnation {own}, the sender of {theirs}; one of the two must be \
-         stopped and given up (docs/operations.md, 'When the group is lost')"
+        "the group was recovered twice: this metadata server is of incarnation {own}, the sender \
+         of {theirs}; stop one of the two and discard it (docs/operations.md, 'When the group is \
+         lost')"
     );
     Error::new(Code::NotLeader, m)
 }

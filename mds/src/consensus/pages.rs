@@ -54,12 +54,12 @@ pub fn encode_header(h: &SegmentHeader) -> [u8; PAGE] {
 pub fn decode_header(p: &[u8]) -> Result<SegmentHeader> {
     let bad = |m: &str| Error::new(Code::Corrupt, m);
     let Some((p, _)) = p.split_first_chunk::<PAGE>() else {
-        return Err(bad("its header is cut short"));
+        return Err(bad("its header is incomplete"));
     };
     let u32_at = |i: usize| u32::from_le_bytes([p[i], p[i + 1], p[i + 2], p[i + 3]]);
     let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
     if p[..8] != MAGIC[..] {
-        return Err(bad("it does not start as a raft log segment"));
+        return Err(bad("it does not start like a raft log segment"));
     }
     if crc32c(&p[..PAGE - 4]) != u32_at(PAGE - 4) {
         return Err(bad("its header does not match its checksum"));
@@ -75,7 +75,7 @@ pub fn decode_header(p: &[u8]) -> Result<SegmentHeader> {
     }
     // Refuses counters that no log reaches, so that counting on from here cannot overflow.
     if u64_at(40).max(u64_at(48)) > u64::MAX / 2 {
-        return Err(bad("its header has impossible numbers"));
+        return Err(bad("its header has invalid numbers"));
     }
     let mut cluster = [0; 16];
     cluster.copy_from_slice(&p[16..32]);
@@ -185,7 +185,7 @@ pub fn scan(bytes: &[u8], first: u64, stamp: u64) -> Result<Scan> {
                 if number as usize != place {
                     return damaged(
                         at,
-                        &format!("is page {number} of its batch, in the place of page {place}"),
+                        &format!("is page {number} of its batch, at the place of page {place}"),
                     );
                 }
                 scan.torn_to = Some(at + PAGE);

@@ -48,7 +48,7 @@ pub fn judge(
         (false, _) if !new.is_empty() => Verdict::Ask(new),
         _ if !barring.is_empty() => Verdict::Refused("another owner has the lock"),
         (_, false) => Verdict::Free,
-        (true, true) => Verdict::Refused("it is another's turn"),
+        (true, true) => Verdict::Refused("another owner is next in turn"),
         (false, true) => Verdict::AfterTurn,
     }
 }

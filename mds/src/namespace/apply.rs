@@ -120,10 +120,7 @@ impl<'a> Apply<'a> {
         let (now_ns, command) = match pb::LogCommand::decode(data.clone()) {
             Ok(pb::LogCommand { now_ns, command: Some(c) }) => (now_ns, c),
             _ => {
-                return Ok(refusal(
-                    Code::Protocol,
-                    "the log entry is no command that this version knows",
-                ));
+                return Ok(refusal(Code::Protocol, "this version does not know the log entry"));
             }
         };
         if self.header.fs_uuid.is_empty() && !matches!(command, Command::Format(_)) {
@@ -289,7 +286,7 @@ impl<'a> Apply<'a> {
             return fail(Code::ReplyGone, m);
         }
         let Some(creds) = &m.creds else {
-            return fail(Code::Inval, "the request does not say for whom it is");
+            return fail(Code::Inval, "the request does not name the caller");
         };
         let by = ops::By {
             creds,

@@ -89,13 +89,13 @@ impl Run<'_, '_> {
             return fail(Code::Inval, "user and group -1 do not exist");
         }
         if o.uid.is_some_and(|uid| uid != a.uid || !owner) && !perm::is_root(c) {
-            return fail(Code::Perm, "only root may give a file away");
+            return fail(Code::Perm, "only root may change the owner");
         }
         let own_group = |gid| owner && (gid == a.gid || perm::in_group(c, gid));
         if o.gid.is_some_and(|gid| !own_group(gid)) && !perm::is_root(c) {
             return fail(
                 Code::Perm,
-                "only the owner may change the group, and only to one of his own",
+                "only the owner may change the group, and only to one of the owner's groups",
             );
         }
         if let Some(mode) = o.mode
@@ -107,7 +107,7 @@ impl Run<'_, '_> {
         if (o.atime_ns.is_some() && !o.atime_now || o.mtime_ns.is_some() && !o.mtime_now)
             && !perm::owns(c, a)
         {
-            return fail(Code::Perm, "only the owner may set times other than now");
+            return fail(Code::Perm, "only the owner may set times other than the current time");
         }
         if (o.atime_now || o.mtime_now) && !perm::owns(c, a) {
             perm::check(c, r, W)?;
@@ -187,7 +187,7 @@ impl Run<'_, '_> {
         if r.writers > 0 {
             return fail(
                 Code::Busy,
-                "the file is open for writing; its layout can be set when it is closed",
+                "the file is open for writing; set its layout when it is closed",
             );
         }
         self.relayout(&mut r, asked)?;

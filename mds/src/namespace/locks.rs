@@ -94,7 +94,7 @@ pub fn want(
         return Err(invalid("its type is unknown"));
     }
     if raw.start > raw.end || kind == LockKind::LockFlock && (raw.start, raw.end) != (0, u64::MAX) {
-        return Err(invalid("its range is none"));
+        return Err(invalid("its range is empty"));
     }
     if session == 0 {
         return Err(invalid("it belongs to no session"));
@@ -116,7 +116,7 @@ impl Run<'_, '_> {
         let ino = self.id(o.ino);
         let (who, span, _) = want(ino, self.by.session, o.owner, o.kind, o.span.as_ref())?;
         let Some(span) = span else {
-            return fail(Code::Inval, "nothing is in the way of an unlock");
+            return fail(Code::Inval, "an unlock conflicts with nothing");
         };
         self.t.need(ino)?;
         let want = Want { ino, who, span };
@@ -153,7 +153,10 @@ impl Run<'_, '_> {
                 if !perm::is_file(r.attr()) {
                     return fail(
                         Code::Inval,
-                        format!("inode {ino} is not a regular file: only those have locks here"),
+                        format!(
+                            "inode {ino} is not a regular file; only regular files have locks \
+                                 here"
+                        ),
                     );
                 }
                 if let Some((other, s)) = barring(self.t, &Want { ino, who, span }, 1)?.0.first() {

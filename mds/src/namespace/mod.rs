@@ -600,7 +600,8 @@ impl Namespace {
         let newest = s.seqs.last().copied().unwrap_or(0).max(lowest);
         if seq == 0 || seq > newest.saturating_add(MOST_AHEAD).min(u64::MAX - 1) {
             let m = format!(
-                "request {seq} of session {id}, whose last change was {newest}: numbers begin at 1 and go up one by one"
+                "request {seq} of session {id}, whose last change was {newest}: numbers start at \
+                 1 and increase by one"
             );
             return Err(Error::new(Code::Inval, m));
         }

@@ -159,7 +159,7 @@ impl Run<'_, '_> {
             Spot::Taken(_, d) => {
                 let r = self.t.need(d.ino)?;
                 if perm::is_dir(r.attr()) {
-                    return fail(Code::IsDir, "the name is that of a directory");
+                    return fail(Code::IsDir, "the name is a directory");
                 }
                 self.may_open(&r, o.flags)?;
                 return self.open_as(r, o.flags);
@@ -277,7 +277,7 @@ impl Run<'_, '_> {
         let mut s = self.side(parent, name, Code::IsDir)?;
         perm::may_delete(self.by.creds, &s.dir, &s.inode)?;
         if s.is_dir() {
-            return fail(Code::IsDir, "a directory is removed by rmdir");
+            return fail(Code::IsDir, "the name is a directory; use rmdir");
         }
         self.t.remove_name(s.at(), s.cookie)?;
         s.dir.entries = s.dir.entries.saturating_sub(1);
@@ -292,7 +292,7 @@ impl Run<'_, '_> {
             self.side(parent, name, if name == b".." { Code::NotEmpty } else { Code::Inval })?;
         perm::may_delete(self.by.creds, &s.dir, &s.inode)?;
         if !s.is_dir() {
-            return fail(Code::NotDir, "the name is not that of a directory");
+            return fail(Code::NotDir, "the name is not a directory");
         }
         if s.inode.entries > 0 {
             return fail(Code::NotEmpty, format!("the directory has {} entries", s.inode.entries));
@@ -381,9 +381,9 @@ impl Run<'_, '_> {
             return self.exchange(from, to);
         }
         match (from.is_dir(), to.is_dir()) {
-            (true, false) => return fail(Code::NotDir, "a directory cannot replace what is none"),
+            (true, false) => return fail(Code::NotDir, "a directory can only replace a directory"),
             (false, true) => {
-                return fail(Code::IsDir, "a directory is replaced only by a directory");
+                return fail(Code::IsDir, "only a directory can replace a directory");
             }
             _ => {}
         }
@@ -424,7 +424,7 @@ impl Run<'_, '_> {
         for level in 0..=self.t.header.inodes {
             if bounded && level > steps::DEPTH {
                 let m = format!(
-                    "inode {dir} is more than {} levels down: no directory is moved there",
+                    "inode {dir} is more than {} levels deep: no directory can be moved there",
                     steps::DEPTH
                 );
                 return fail(Code::TooBig, m);
@@ -432,7 +432,7 @@ impl Run<'_, '_> {
             if at == side.ino() {
                 return fail(
                     code,
-                    "a directory cannot be moved into itself or replace one that it lies in",
+                    "a directory cannot be moved into itself or replace one of its ancestors",
                 );
             }
             if at == ROOT_INO {

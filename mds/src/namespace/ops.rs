@@ -193,7 +193,10 @@ impl Run<'_, '_> {
         match self.room.checked_sub(r.encoded_len() + 8) {
             Some(room) => self.room = room,
             None => {
-                return fail(Code::TooBig, "the reply would not fit; split the list of operations");
+                return fail(
+                    Code::TooBig,
+                    "the reply would be too long; split the list of operations",
+                );
             }
         }
         Ok(r)
@@ -322,7 +325,7 @@ impl Run<'_, '_> {
             Ok(true)
         })?;
         if entries.is_empty() && !end {
-            return fail(Code::TooBig, "the reply would not fit; split the list of operations");
+            return fail(Code::TooBig, "the reply would be too long; split the list of operations");
         }
         Ok(pb::OpResult { ino: dir, entries, end, ..Default::default() })
     }

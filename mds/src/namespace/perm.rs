@@ -80,7 +80,7 @@ pub(super) fn check(c: &pb::Creds, r: &pb::InodeRecord, mask: u32) -> Result<()>
         return Ok(());
     }
     let m = format!(
-        "mode {:04o} of inode {} does not let user {} do this",
+        "the mode {:04o} of inode {} does not allow this to user {}",
         a.mode & 0o7777,
         a.ino,
         c.uid
@@ -129,7 +129,7 @@ pub(super) fn may_delete(
     let (dir, victim) = (dir.attr(), victim.attr());
     if dir.mode & S_ISVTX != 0 && !owns(c, victim) && !owns(c, dir) {
         let m = format!(
-            "directory {} is sticky and neither it nor inode {} is yours",
+            "directory {} is sticky, and the caller owns neither it nor inode {}",
             dir.ino, victim.ino
         );
         return Err(Error::new(Code::Perm, m));

@@ -227,7 +227,7 @@ impl Placement {
         match self.view.target(target) {
             Some(_) => Ok(()),
             None => {
-                Err(Error::new(Code::Inval, format!("there is no target {target}; see lfs osts")))
+                Err(Error::new(Code::Inval, format!("there is no target {target}; see `lfs osts`")))
             }
         }
     }
@@ -241,7 +241,7 @@ impl Placement {
             Some(p) => Ok(Some(p)),
             None => Err(Error::new(
                 Code::Inval,
-                format!("there is no pool '{name}'; see lfs pool_list"),
+                format!("there is no pool '{name}'; see `lfs pool_list`"),
             )),
         }
     }
@@ -322,7 +322,7 @@ impl Placement {
             let pool =
                 if s.pool.is_empty() { String::new() } else { format!(" in pool '{}'", s.pool) };
             let m = format!(
-                "no targets{pool} can take a file with {} copies; see strake status",
+                "no targets{pool} can take a file with {} copies; see `strake status`",
                 s.copies
             );
             return Err(Error::new(Code::NoSpc, m));

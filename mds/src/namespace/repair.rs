@@ -32,7 +32,7 @@ fn chunks(t: &mut Txn<'_>, c: &pb::RepairChunks) -> Res<()> {
         // A file made before the deletion could get this id. It means that this state is not the
         // newest there was.
         let m = format!(
-            "inode {:#x}, data {:#x} have not been given out yet, by this state",
+            "inode {:#x}, data {:#x} were not assigned yet in this state",
             c.ino, c.data_id
         );
         return fail(Code::Inval, m);
@@ -82,7 +82,7 @@ fn end(t: &mut Txn<'_>, e: &pb::RepairEnd) -> Res<()> {
     if !perm::is_file(r.attr()) || r.layout.is_none() || r.attr().data_id != e.data_id {
         return fail(
             Code::NoEnt,
-            format!("inode {:#x} is no file with data {:#x} (any more)", e.ino, e.data_id),
+            format!("inode {:#x} is not (or no longer) a file with data {:#x}", e.ino, e.data_id),
         );
     }
     if r.attr().size != e.size {
@@ -109,7 +109,7 @@ fn name(t: &mut Txn<'_>, n: &pb::RepairName) -> Res<()> {
     }
     let (cookie, entry) = match t.find(n.parent, &n.name)? {
         Spot::Taken(cookie, d) if d.ino == n.ino => (cookie, d),
-        _ => return fail(Code::NoEnt, "the name is gone, or names something else now"),
+        _ => return fail(Code::NoEnt, "the name is gone, or belongs to another inode now"),
     };
     // A directory's names are stored under its number: without this entry nothing would lead to
     // them.
@@ -117,7 +117,7 @@ fn name(t: &mut Txn<'_>, n: &pb::RepairName) -> Res<()> {
     if below {
         return fail(
             Code::NotEmpty,
-            "its inode is gone but names below it are there: only this entry leads to them",
+            "its inode does not exist, but names below it do: only this entry leads to them",
         );
     }
     t.remove_name(n.parent, cookie)?;

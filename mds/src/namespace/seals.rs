@@ -81,7 +81,7 @@ impl Run<'_, '_> {
         if r.writers > 0 {
             return fail(
                 Code::Busy,
-                format!("the file is open for writing, by {} client(s); close it there", r.writers),
+                format!("the file is open for writing by {} client(s); close it there", r.writers),
             );
         }
         if r.trim.is_some() {
@@ -155,7 +155,7 @@ impl Run<'_, '_> {
         let seal = unfinished(&mut r, id)?;
         if manifest.size != size || manifest.extent_size != extent_size(size) {
             let m = format!(
-                "the file has {size} bytes, in extents of {}; its manifest says otherwise",
+                "the file has {size} bytes, in extents of {}; its manifest disagrees",
                 extent_size(size)
             );
             return fail(Code::Inval, m);

@@ -51,7 +51,7 @@ impl Steps {
         if self.spend(steps) {
             return Ok(());
         }
-        fail(Code::TooBig, "the list of operations is too much work for one request; split it")
+        fail(Code::TooBig, "the list of operations is too large for one request; split it")
     }
 
     /// Counts work that was done already. Returns whether it was within the limit.

@@ -106,7 +106,7 @@ pub(super) fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()
     if before.fence == 0 || before.fence != e.fence || before.attr().change != e.change {
         return fail(
             Code::Stale,
-            format!("inode {:#x} was changed since its end was looked for", e.ino),
+            format!("inode {:#x} was changed during its size recovery", e.ino),
         );
     }
     if e.end > before.attr().size {
@@ -133,7 +133,7 @@ pub(super) fn may_set(by: &By<'_>, r: &pb::InodeRecord) -> Res<()> {
         return Ok(());
     }
     let m = format!(
-        "how far inode {:#x} goes is not known yet: an evicted client wrote it",
+        "the size of inode {:#x} is not known yet, because an evicted client wrote it",
         r.attr().ino
     );
     Err(Fail::Later(Error::new(Code::Overloaded, m)))

@@ -228,7 +228,7 @@ impl Run<'_, '_> {
             );
         }
         if name.contains(&0) || [&b"user."[..], b"trusted.", b"security."].contains(&name) {
-            return fail(Code::Inval, "the extended attribute has no proper name");
+            return fail(Code::Inval, "the extended attribute has no valid name");
         }
         let (c, a) = (self.by.creds, r.attr());
         if name.starts_with(b"user.") {
@@ -249,14 +249,14 @@ impl Run<'_, '_> {
         } else if name.starts_with(b"trusted.") {
             if !perm::is_root(c) {
                 return if write {
-                    fail(Code::Perm, "trusted attributes are root's")
+                    fail(Code::Perm, "only root may use trusted attributes")
                 } else {
                     no_xattr()
                 };
             }
         } else if name.starts_with(b"security.") {
             if write && !perm::is_root(c) {
-                return fail(Code::Perm, "security attributes are set by root only");
+                return fail(Code::Perm, "only root may set security attributes");
             }
         } else if is_acl(name) {
             self.may_acl(a, name, write)?;

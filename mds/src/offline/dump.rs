@@ -79,7 +79,7 @@ pub fn dump(dir: &Path, out: &mut dyn Write, mut progress: impl FnMut(String)) -
     let folder = inspect::open(dir)?;
     let r = &folder.report;
     let unfinished = matches!(r.identity, State::Recovering { .. })
-        .then(|| "a recovery of it was begun; finish that".to_string());
+        .then(|| "a recovery of it was begun; complete that first".to_string());
     if let Some(why) = r.void.clone().or(unfinished) {
         return Err(inval(format!("{}: {why}", dir.display())));
     }

@@ -118,11 +118,11 @@ pub(super) fn open(dir: &Path) -> Result<Folder> {
         return Err(absent("there is no such folder"));
     }
     let record = Record::read(dir)?
-        .ok_or_else(|| absent("this is no metadata server's folder: it has no identity"))?;
+        .ok_or_else(|| absent("this is not a metadata server's folder: it has no identity"))?;
     let lock = data_dir::lock(dir)
-        .map_err(|e| Error::new(e.code, format!("{}; stop that first", e.message)))?;
+        .map_err(|e| Error::new(e.code, format!("{}; stop that server first", e.message)))?;
     if !dir.join(STATE).is_dir() {
-        return Err(absent("it holds no state; nothing can be had from it"));
+        return Err(absent("it holds no state, so nothing can be recovered from it"));
     }
     let store: Arc<dyn MetaStore> = Arc::new(Sizes::of(dir)?.store(dir, CACHE)?);
     let log = DiskLog::peek(&dir.join(LOG), record.cluster, record.member);
@@ -160,9 +160,9 @@ pub fn inspect(dir: &Path) -> Result<Report> {
 
 fn void(record: &Record, header: &pb::StateHeader, log: Option<&LogImage>) -> Option<String> {
     let why = match log {
-        _ if matches!(record.state, State::New | State::Loading) => "it was never finished",
+        _ if matches!(record.state, State::New | State::Loading) => "it was never completed",
         Some(l) if l.restoring.is_some() => {
-            "its state was being replaced by a copy of another member's when it stopped"
+            "it stopped while its state was being replaced by a copy of another member's"
         }
         Some(l)
             if header.applied_index < l.base.0

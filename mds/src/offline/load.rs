@@ -174,7 +174,7 @@ impl Lines<'_> {
         if line.pop() != Some(b'\n') {
             return Err(self.bad(
                 Code::Corrupt,
-                "the line is not complete: the dump was cut short, or is none",
+                "the line is incomplete: the dump was cut short, or this is not a dump",
             ));
         }
         let text = std::str::from_utf8(&line).ok();
@@ -204,7 +204,7 @@ struct AnyVersion {
 
 fn read_head(lines: &mut Lines<'_>) -> Result<Head> {
     let line =
-        lines.next().map_err(|e| e.context("this is no dump of metadata, or a damaged one"))?;
+        lines.next().map_err(|e| e.context("this is not a dump of metadata, or it is damaged"))?;
     let AnyVersion { version } = lines.parse(&line, "the first line of a dump of metadata")?;
     let newer = |what: &str| lines.bad(Code::Protocol, &format!("{what}: run a newer strake"));
     if version != dump::VERSION {
@@ -242,7 +242,7 @@ fn read_records(
         if let Ok(end) = serde_json::from_str::<End>(&line.object) {
             if (end.records, end.sum) != (records, lines.sum) {
                 let m = format!(
-                    "the dump has {records} records of {}, or they are not those that it was made with",
+                    "the dump has {records} of {} records, or others than it was made with",
                     end.records
                 );
                 return Err(lines.bad(Code::Corrupt, &m));
@@ -258,7 +258,7 @@ fn read_records(
             .ok_or_else(|| lines.bad(Code::Corrupt, "key and value are not hexadecimal"))?;
         dump::show(&key, &value).map_err(|e| lines.bad(Code::Corrupt, &e.message))?;
         if key <= last {
-            return Err(lines.bad(Code::Corrupt, "the record is not where it belongs"));
+            return Err(lines.bad(Code::Corrupt, "the record is out of place"));
         }
         size += key.len() + value.len();
         batch.put(key.clone(), value);
@@ -277,5 +277,5 @@ fn read_records(
         return Ok(records);
     }
     lines.number += 1;
-    Err(lines.bad(Code::Corrupt, "something follows the last line"))
+    Err(lines.bad(Code::Corrupt, "there is data after the last line"))
 }

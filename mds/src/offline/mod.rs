@@ -56,14 +56,14 @@ fn new_id(wanted: Option<u64>, spent: &BTreeSet<u64>) -> Result<u64> {
     let free = ids
         .clone()
         .find(|id| !spent.contains(id))
-        .ok_or_else(|| inval("all ids of metadata servers are spent"))?;
+        .ok_or_else(|| inval("all ids of metadata servers are used up"))?;
     match wanted {
         None => Ok(free),
         Some(id) if !ids.contains(&id) => {
             Err(inval(format!("ids of metadata servers are 1 to {}", ids.end - 1)))
         }
         Some(id) if spent.contains(&id) => Err(inval(format!(
-            "id {id} is or was a metadata server's, and is never given again; {free} is free"
+            "id {id} is or was a metadata server's and cannot be used again; {free} is free"
         ))),
         Some(id) => Ok(id),
     }

@@ -96,7 +96,7 @@ impl Recovery {
         let (to, incarnation) = match r.identity {
             State::Recovering { to, .. } if options.id.is_some_and(|id| id != to) => {
                 return Err(inval(format!(
-                    "a recovery of this folder as metadata server {to} was begun; leave --id out"
+                    "a recovery of this folder as metadata server {to} was begun; leave out --id"
                 )));
             }
             State::Recovering { to, incarnation } => (to, incarnation),
@@ -191,7 +191,8 @@ fn check_choice(reports: &[Report]) -> Result<()> {
     let r = &reports[0];
     if let Some(why) = &r.void {
         let m = format!(
-            "{}: nothing can be recovered from this folder: {why}. Take another survivor's, or load a dump (`strake mds load`)",
+            "{}: nothing can be recovered from this folder: {why}. Use another survivor's folder, \
+             or load a dump (`strake mds load`)",
             r.dir.display()
         );
         return Err(Error::new(Code::Inval, m));
@@ -199,13 +200,13 @@ fn check_choice(reports: &[Report]) -> Result<()> {
     for o in &reports[1..] {
         if o.cluster != r.cluster {
             let m =
-                format!("{} and {} are of different clusters", r.dir.display(), o.dir.display());
+                format!("{} and {} belong to different clusters", r.dir.display(), o.dir.display());
             return Err(inval(m));
         }
         if o.rank() > r.rank() {
             let (_, term, index) = o.rank().unwrap_or_default();
             let m = format!(
-                "{} has more: it ends with entry {index} of term {term}. Recover that one",
+                "{} has more: it ends with entry {index} of term {term}. Recover from that one",
                 o.dir.display()
             );
             return Err(inval(m));

@@ -230,7 +230,7 @@ async fn the_folder_with_the_most_is_the_one_to_take() {
     unfinished.state = State::Loading;
     unfinished.write(&dir).unwrap();
     let e = Recovery::prepare(&dir, &Options::default(), 1).err().unwrap();
-    assert!(e.message.contains("never finished"), "{e}");
+    assert!(e.message.contains("never completed"), "{e}");
 }
 
 fn load_options(id: Option<u64>, beyond: u64) -> load::Options {

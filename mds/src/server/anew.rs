@@ -47,7 +47,7 @@ pub(super) async fn run(member: &Member) {
             Ok(held) => held,
             Err(e) => {
                 tracing::warn!(
-                    "whether files have data on chains that nobody serves is not known: {e}"
+                    "cannot find out whether files have data on chains without a replica: {e}"
                 );
                 due.iter().copied().collect()
             }
@@ -97,8 +97,9 @@ async fn begin_anew(member: &Member, chains: Vec<pb::Chain>) {
     let said = said.join(", ");
     match member.propose(Command::ChainsAnew(pb::ChainsAnew { chains })).await {
         Ok(_) => tracing::warn!(
-            "cluster: nobody is left of chains {said}; no file has data there, so nothing is lost and they begin anew on other targets"
+            "cluster: no replica is left of chains {said}; no file has data there, so nothing is \
+             lost and they start anew on other targets"
         ),
-        Err(e) => tracing::info!("chains {said} do not begin anew yet: {e}"),
+        Err(e) => tracing::info!("chains {said} do not start anew yet: {e}"),
     }
 }

@@ -132,7 +132,7 @@ impl Changes {
         }
         recalls.settled(term, &depends).await?;
         if self.locks.was_refused_for_nothing(call, &ops, &reply.results).await? {
-            let m = "the lock that was in the way is given up by now; try again";
+            let m = "the lock in the way was released meanwhile; try again";
             return Ok(refusal(&Error::new(Code::Overloaded, m)));
         }
         if reply.results.iter().all(ok) {
@@ -186,7 +186,7 @@ impl Changes {
     /// that would take it are away. An answer from the log would be final.
     fn check_targets(&self, r: &pb::MetaRequest) -> Result<()> {
         if self.member.machine.namespace.waits_for_targets(r.session, r.creds.as_ref(), &r.ops)? {
-            let m = "all storage targets that could take the file are away; see strake status";
+            let m = "no storage target that could take the file answers; see `strake status`";
             return Err(Error::new(Code::Overloaded, m));
         }
         Ok(())

@@ -204,10 +204,11 @@ impl Trims {
             self.trim_wanted.notify_one();
             tokio::select! {
                 biased;
-                r = applied.changed() => r.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?,
-                r = leadership.changed() => r.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?,
+                r = applied.changed() => r.map_err(|_| Error::new(Code::Disconnected, "this server is stopping"))?,
+                r = leadership.changed() => r.map_err(|_| Error::new(Code::Disconnected, "this server is stopping"))?,
                 () = tokio::time::sleep_until(deadline) => {
-                    let m = format!("inode {ino:#x} was cut, but not all replicas have dropped the bytes yet");
+                    let m = format!("inode {ino:#x} was truncated, but not all replicas have \
+                                     dropped the bytes yet");
                     // If it is sent again under the same number, a list that ran continues to wait.
                     return Err(Error::new(if limit < TRIM_WAIT { Code::Overloaded } else { Code::TimedOut }, m));
                 }
@@ -367,7 +368,7 @@ fn failed<K: Ord + Copy + std::fmt::Debug>(
     e: &Error,
     most: Duration,
 ) {
-    tracing::debug!(?key, "to be tried again at the storage servers: {e}");
+    tracing::debug!(?key, "will be tried again at the storage servers: {e}");
     let now = Instant::now();
     let job = busy.entry(key).or_insert_with(|| Job::new(now));
     job.at = Some(now + job.pause);
@@ -441,13 +442,13 @@ async fn cut_once(
     if number == 0 {
         return Err(Error::new(
             Code::Protocol,
-            "a storage server of an older version cuts without a number",
+            "a storage server of an older version truncates without a number",
         ));
     }
     // Checked only now: if the number was given after another trim of the file was done, using it
     // would undo later writes.
     if member.machine.namespace.trim_of(ino).is_none_or(|t| t.number != trim.number) {
-        let m = format!("cut {} of inode {ino:#x} is made or replaced", trim.number);
+        let m = format!("truncation {} of inode {ino:#x} is complete or was replaced", trim.number);
         return Err(Error::new(Code::Stale, m));
     }
     call(conn, &DataRequest { version, seq: number, ..request }).await
@@ -475,13 +476,13 @@ fn trim_requests(
     for id in chains {
         let chain = map
             .chain(id)
-            .ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
+            .ok_or_else(|| Error::new(Code::Io, format!("chain {id} is not in the map")))?;
         if chain.lost {
             continue; // its data is lost, too
         }
-        let head = chain
-            .head()
-            .ok_or_else(|| Error::new(Code::NotServing, format!("chain {id} has no source")))?;
+        let head = chain.head().ok_or_else(|| {
+            Error::new(Code::NotServing, format!("chain {id} has no replica to ask"))
+        })?;
         let node = map
             .node_of(head)
             .ok_or_else(|| Error::new(Code::Io, format!("target {head} has no node")))?;

@@ -103,7 +103,9 @@ fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore
         Ok((Some(store), applied)) => {
             let whole = log.restoring.is_none() && applied >= log.base.0;
             if whole && aside.exists() {
-                tracing::info!("the state is whole: removes the damaged one that was set aside");
+                tracing::info!(
+                    "the state is whole again: removing the damaged one that was set aside"
+                );
                 fs::remove_dir_all(&aside).map_err(|e| data_dir::at(&aside, e))?;
             }
             return Ok((store, None));
@@ -120,7 +122,7 @@ fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore
         return Err(Error { message: format!("{}; {next}", damage.message), ..damage });
     }
     tracing::error!(
-        "the metadata state is damaged, is set aside as {} and made anew: {damage}",
+        "the metadata state is damaged; it is set aside as {} and created again: {damage}",
         aside.display()
     );
     if aside.exists() {
@@ -154,13 +156,13 @@ fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
     let refuse = |m: String| Err(Error::new(Code::Inval, format!("{}: {m}", dir.display())));
     if record.member != cfg.id {
         return refuse(format!(
-            "this folder is of metadata server {}, the configuration says {}",
+            "this folder belongs to metadata server {}, but the configuration says {}",
             record.member, cfg.id
         ));
     }
     if record.cluster != cluster {
         return refuse(
-            "this folder is of another cluster: its key or file system name differs".into(),
+            "this folder belongs to another cluster: its key or file system name differs".into(),
         );
     }
     match record.state {
@@ -173,10 +175,12 @@ fn open_folder(cfg: &Config, cluster: [u8; 16]) -> Result<File> {
             ));
         }
         State::Recovering { .. } => {
-            return refuse("a recovery of it was begun; run `strake mds recover` again".into());
+            return refuse("a recovery of it is incomplete; run `strake mds recover` again".into());
         }
         State::Loading => {
-            return refuse("a dump was being loaded into it; run `strake mds load` again".into());
+            return refuse(
+                "loading a dump into it is incomplete; run `strake mds load` again".into(),
+            );
         }
     }
     let log = dir.join(LOG);

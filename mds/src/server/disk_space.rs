@@ -131,7 +131,7 @@ impl DiskSpace {
         match (&self.file, short) {
             (Some(file), true) if state.kept > 0 => match fs::remove_file(file) {
                 Ok(()) => state.kept = 0,
-                Err(e) => tracing::warn!("cannot give up {}: {e}", file.display()),
+                Err(e) => tracing::warn!("cannot remove {}: {e}", file.display()),
             },
             (Some(file), false) if state.kept != self.reserve => {
                 state.kept = allocate(file, self.reserve).map_or(0, |()| self.reserve);
@@ -154,7 +154,7 @@ impl DiskSpace {
             return Ok(());
         }
         let m = format!(
-            "the metadata server's disk is full ({} MiB free); remove what is not needed there",
+            "the metadata server's disk is full ({} MiB free); remove other files from it",
             free / MIB
         );
         Err(Error::new(Code::NoSpc, m))

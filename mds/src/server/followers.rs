@@ -67,7 +67,7 @@ impl Gathering {
             gathered.push(tell);
         }
         self.wanted.notify_one();
-        told.await.unwrap_or_else(|_| Err(cannot("the server stops")))
+        told.await.unwrap_or_else(|_| Err(cannot("this server is stopping")))
     }
 }
 
@@ -75,7 +75,7 @@ impl Gathering {
 fn cannot(why: &str) -> Error {
     Error::new(
         Code::NotServing,
-        format!("this metadata server does not lead, and cannot answer now: {why}"),
+        format!("this metadata server is not the leader, and cannot answer now: {why}"),
     )
 }
 
@@ -128,7 +128,7 @@ impl Followers {
                     .member
                     .node
                     .endpoint_of(leader)
-                    .ok_or_else(|| cannot("it knows of no leader"))?;
+                    .ok_or_else(|| cannot("it does not know the leader"))?;
                 let conn = self
                     .member
                     .links

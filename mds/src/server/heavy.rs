@@ -68,7 +68,7 @@ impl Default for Line {
 
 impl Line {
     async fn turn(&self) -> Result<OwnedSemaphorePermit> {
-        let closed = |_| Error::new(Code::Disconnected, "the server stops");
+        let closed = |_| Error::new(Code::Disconnected, "this server is stopping");
         let permit = self.one.clone().acquire_owned().await.map_err(closed)?;
         let pause = *self.pause.lock();
         if let Some(until) = pause {

@@ -55,7 +55,7 @@ pub(super) async fn run(leader: Arc<Leader>) {
             }
             continue;
         }
-        tracing::info!(term = l.term, "this metadata server leads");
+        tracing::info!(term = l.term, "this metadata server is the leader now");
         tokio::select! {
             biased;
             () = lost(&mut leadership, l.term) => (),
@@ -64,7 +64,7 @@ pub(super) async fn run(leader: Arc<Leader>) {
         *member.lead.lock() = None;
         member.recalls.stop();
         member.machine.namespace.lock_news().listen(false);
-        tracing::info!(term = l.term, "this metadata server leads no longer");
+        tracing::info!(term = l.term, "this metadata server is no longer the leader");
     }
 }
 
@@ -112,7 +112,7 @@ impl Leader {
         }
         let manager = Manager::new(options, now, &self.member.map());
         while let Err(e) = self.member.recalls.start(term, &self.member.machine.namespace) {
-            tracing::warn!("reading who writes what: {e}");
+            tracing::warn!("reading which sessions write to which files: {e}");
             sleep(CLUSTER_TICK).await;
         }
         self.member.machine.namespace.lock_news().listen(true);
@@ -257,11 +257,15 @@ impl Leader {
         let Some(change) = change else { return };
         match self.member.propose(Command::TargetChange(change)).await {
             Ok(_) => tracing::warn!(
-                "cluster: target {} is drained, because it is slow. `strake target keep {0}` calls it off",
+                "cluster: target {} is being drained because it is slow. `strake target keep {0}` \
+                 cancels this",
                 change.target
             ),
             Err(e) => {
-                tracing::warn!("cluster: target {} is slow and was not drained: {e}", change.target)
+                tracing::warn!(
+                    "cluster: target {} is slow, but was not drained: {e}",
+                    change.target
+                )
             }
         }
     }
@@ -304,7 +308,7 @@ impl Leader {
             pb::MapUpdate { expect_version: self.member.map().version(), ..Default::default() };
         match self.member.propose(Command::MapUpdate(nothing)).await {
             Err(e) if e.code != Code::Busy => {
-                tracing::debug!("whether the map was changed is not known yet: {e}")
+                tracing::debug!("it is not known yet whether the map was changed: {e}")
             }
             _ => {
                 let now = self.member.env.boot();
@@ -343,7 +347,7 @@ impl Leader {
             self.sessions.forget_ended();
             let Ok(silent) = silent else { continue };
             for batch in silent.chunks(BATCH) {
-                tracing::warn!(sessions = ?batch, "sessions were silent for their term and are evicted");
+                tracing::warn!(sessions = ?batch, "evicting sessions that were silent for their term");
                 let end = pb::SessionEnd { sessions: batch.to_vec(), evict: true };
                 if let Err(e) = self.member.propose(Command::SessionEnd(end)).await {
                     tracing::warn!("ending sessions: {e}");

@@ -65,7 +65,7 @@ pub(super) async fn end_leases(member: &Member) {
         silent.sort_unstable();
         silent.dedup();
         for batch in silent.chunks(BATCH) {
-            tracing::warn!(sessions = ?batch, "sessions do not forget or report what they are asked to and are evicted");
+            tracing::warn!(sessions = ?batch, "evicting sessions that do not acknowledge recalls");
             let end = pb::SessionEnd { sessions: batch.to_vec(), evict: true };
             if let Err(e) = member.propose(Command::SessionEnd(end)).await {
                 tracing::warn!("ending sessions: {e}");

@@ -252,7 +252,7 @@ impl LockService {
         let session = request.session;
         let entry = |w: &pb::LockWait| {
             let (who, span, _) = locks::want(w.ino, session, w.owner, w.kind, w.span.as_ref())?;
-            let span = span.ok_or_else(|| Error::new(Code::Inval, "nobody waits for an unlock"))?;
+            let span = span.ok_or_else(|| Error::new(Code::Inval, "an unlock has no waiters"))?;
             Ok(Entry { id: w.id, want: Want { ino: w.ino, who, span }, trying: w.trying })
         };
         let list: Vec<Entry> = request.waits.iter().map(entry).collect::<Result<_>>()?;

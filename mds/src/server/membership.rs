@@ -83,7 +83,10 @@ impl Membership {
         if p.action == state::pool_action::NEW && map.map.pools.len() >= MOST_POOLS {
             return Err(Error::new(
                 Code::NoSpc,
-                format!("there are {MOST_POOLS} pools; destroy one that is not needed"),
+                format!(
+                    "there are {MOST_POOLS} pools, which is the limit; destroy one that is \
+                         not needed"
+                ),
             ));
         }
         self.member.propose(Command::PoolChange(p)).await.map(drop)
@@ -167,7 +170,7 @@ impl Membership {
                     .node
                     .change_members(MemberChange::AddLearner { id: info.id, endpoint: at.clone() })
                     .await?;
-                tracing::info!(id = info.id, at = endpoint, "a new metadata server learns");
+                tracing::info!(id = info.id, at = endpoint, "a new metadata server is a learner");
             }
         }
         if map.node(node_id(info.id)).is_some() {
@@ -194,7 +197,7 @@ impl Membership {
         {
             Err(_) => return Err(unreachable("no answer")),
             Ok(Err(e)) if e.code == Code::Unauthenticated => {
-                return Err(inval("is of another cluster: its cluster key differs"));
+                return Err(inval("belongs to another cluster: its cluster key differs"));
             }
             Ok(r) => r.map_err(|e| unreachable(&e.message))?,
         };
@@ -230,7 +233,7 @@ impl Membership {
                     self.member.cfg.id
                 )));
             }
-            tracing::info!("hands leadership over, to be removed");
+            tracing::info!("handing the leadership over, to be removed");
             self.transfer(0).await?;
             return Err(Error::not_leader(node_id(self.member.leadership.borrow().leader)));
         }
@@ -247,7 +250,7 @@ impl Membership {
                 .propose(Command::MdsNodes(pb::MdsNodes { nodes: Vec::new(), gone }))
                 .await
             {
-                tracing::warn!("the map still names members that were removed: {e}");
+                tracing::warn!("the map still names removed members: {e}");
             }
         }
         Ok(())
@@ -310,8 +313,9 @@ fn named(r: &pb::Repair) -> Vec<Ino> {
 
 fn lost_log(id: u64) -> Error {
     inval(format!(
-        "has the id of member {id} but not its log: a member that lost its disk never votes again; stop it, give it an id never \
-         used before, an empty `dir` and `join = true`, and then run `strake mds replace {id} ADDR`"
+        "has the id of member {id} but not its log. A member that lost its disk never votes \
+         again: stop it, give it an id never used before, an empty `dir` and `join = true`, and \
+         then run `strake mds replace {id} ADDR`"
     ))
 }
 
@@ -319,7 +323,7 @@ fn lost_log(id: u64) -> Error {
 /// in which the ids `used` are or were used.
 fn check_new(info: &pb::MemberInfo, cluster: &[u8; 16], used: &[u64]) -> Result<()> {
     if info.cluster[..] != cluster[..] {
-        return Err(inval("is of another cluster: its `fs_name` differs"));
+        return Err(inval("belongs to another cluster: its `fs_name` differs"));
     }
     if info.id == 0 || info.id >= u64::from(FIRST_OSS_NODE) {
         return Err(inval(format!("has id {}; ids are 1 to {}", info.id, FIRST_OSS_NODE - 1)));
@@ -327,7 +331,8 @@ fn check_new(info: &pb::MemberInfo, cluster: &[u8; 16], used: &[u64]) -> Result<
     if used.contains(&info.id) {
         let free = (1..u64::from(FIRST_OSS_NODE)).find(|id| !used.contains(id)).unwrap_or(0);
         return Err(inval(format!(
-            "has id {}, which is or was another server's; stop it, give it one never used before, such as {free}, and an empty `dir`",
+            "has id {}, which is or was another server's; stop it, give it an id never used \
+             before, such as {free}, and an empty `dir`",
             info.id
         )));
     }

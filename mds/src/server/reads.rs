@@ -85,7 +85,7 @@ impl Reads {
             self.member.recalls.ends_known(call.term, &shown).await?;
             reported.extend(new);
         }
-        Err(Error::new(Code::Overloaded, "what is asked for changes too fast; try again"))
+        Err(Error::new(Code::Overloaded, "the state changes too fast for this read; try again"))
     }
 
     fn look(&self, call: &Call<'_>, request: &pb::MetaRequest) -> Result<Look> {

@@ -322,7 +322,7 @@ impl Recalls {
         let id = r.session;
         self.with_news(term, |t, now| {
             if !t.leases.meets(id, r.connection) {
-                let m = "no hello was said on this connection; connect again and say it";
+                let m = "this connection has had no hello; connect again and send one";
                 return Err(Error::new(Code::Disconnected, m));
             }
             let recall = |(number, ino)| pb::Recall { number, ino, ..Default::default() };
@@ -376,7 +376,8 @@ impl Recalls {
         if by.connection != 0
             && self.with(term, |t, _| t.leases.is_late(by.session, by.connection))?
         {
-            let m = "the session has not said hello on this connection, or has a newer one; connect again and say it";
+            let m = "the session has had no hello on this connection, or has a newer connection; \
+                     connect again and send one";
             return Err(Error::new(Code::Disconnected, m));
         }
         Ok(())
@@ -456,7 +457,10 @@ impl Recalls {
             (inos.len() <= most).then_some(inos)
         };
         self.with(term, awaited)?.ok_or_else(|| {
-            Error::new(Code::NotServing, "too much is not settled for others to be told what is")
+            Error::new(
+                Code::NotServing,
+                "too many changes are not settled yet to answer this; try again",
+            )
         })
     }
 
@@ -517,8 +521,8 @@ impl Recalls {
             known
         });
         tokio::time::timeout(ENDS_WAIT, known).await.unwrap_or_else(|_| {
-            let m = "an evicted client wrote this file, and storage servers that know how far it goes now do not answer; \
-                     see 'strake status'";
+            let m = "an evicted client wrote this file, and storage servers that know its size do \
+                     not answer; see `strake status`";
             Err(Error::new(Code::Overloaded, m))
         })
     }
@@ -526,7 +530,9 @@ impl Recalls {
     async fn until(&self, term: u64, mut over: impl FnMut(&Table, Duration) -> bool) -> Result<()> {
         let mut news = self.news.subscribe();
         while !self.with(term, |t, now| over(t, now))? {
-            news.changed().await.map_err(|_| Error::new(Code::Disconnected, "the server stops"))?;
+            news.changed()
+                .await
+                .map_err(|_| Error::new(Code::Disconnected, "this server is stopping"))?;
         }
         Ok(())
     }

@@ -32,7 +32,7 @@ pub(super) async fn run(member: Arc<Member>) {
             sleep(Duration::from_millis(pause)).await;
             after = last;
             if after.is_none() {
-                tracing::debug!("all metadata here was read, none of it is damaged");
+                tracing::debug!("all metadata here was read; none is damaged");
                 break;
             }
         }

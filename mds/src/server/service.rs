@@ -229,7 +229,7 @@ impl Mds {
         if reply.len() > MAX_BODY as usize {
             return Err(Error::new(
                 Code::TooBig,
-                "the answer is longer than a reply may be; ask for less at once",
+                "the answer would be too long; ask for less at once",
             ));
         }
         Ok(Message::new(request.opcode, reply))
@@ -246,7 +246,7 @@ impl Mds {
                 from = peer.addr,
                 opcode,
                 count,
-                "a client sent a request of servers; refused"
+                "refused a request of a client that only servers may send"
             );
         }
         Error::new(Code::Access, "only servers of this cluster may ask this")
@@ -307,7 +307,8 @@ impl Mds {
     async fn heartbeat(&self, request: pb::HeartbeatRequest) -> Result<Bytes> {
         let own = self.member.map().map.incarnation;
         if request.incarnation != own && !request.targets.is_empty() {
-            let m = "the metadata group was recovered since this storage server registered; register again";
+            let m = "the metadata group was recovered after this storage server registered; \
+                     register again";
             return Err(Error::new(Code::Stale, m));
         }
         let unanswered = Unanswered::begin(&self.member, &request)?;
@@ -353,10 +354,7 @@ impl Mds {
             return Ok(encode(&self.reads.read(&call, request).await?));
         }
         if request.seq == 0 {
-            return Err(Error::new(
-                Code::Inval,
-                "a list that changes something needs a sequence number",
-            ));
+            return Err(Error::new(Code::Inval, "a list with changes needs a sequence number"));
         }
         Ok(encode(&self.changes.change(&call, request).await?))
     }

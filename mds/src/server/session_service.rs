@@ -69,7 +69,8 @@ impl SessionService {
         match self.member.machine.namespace.session(session) {
             Some(s) if s.proves => {
                 let m = format!(
-                    "session {session} is another client's, or was not named on this connection before"
+                    "session {session} belongs to another client, or was not named on this \
+                     connection before"
                 );
                 Err(Error::new(Code::Access, m))
             }
@@ -84,7 +85,7 @@ impl SessionService {
             if l.sessions.len() < MAX_SESSIONS {
                 return Ok(());
             }
-            let m = "which is the limit of a file system; `strake status` shows whose they are";
+            let m = "that is the limit of a file system; `strake status` shows whose they are";
             Err(Error::new(
                 Code::Overloaded,
                 format!("{} sessions are open, {m}", l.sessions.len()),

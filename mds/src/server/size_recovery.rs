@@ -46,7 +46,7 @@ async fn find_end(member: &Member, ino: Ino) -> Result<()> {
     let Some(r) = member.machine.namespace.endless(ino)? else { return Ok(()) };
     if r.trim.is_some() {
         // Bytes about to be trimmed must not count as written.
-        return Err(Error::new(Code::Overloaded, "the file waits to be cut"));
+        return Err(Error::new(Code::Overloaded, "the file waits for a truncation"));
     }
     member.check_fence(r.fence)?;
     let attr = r.attr.unwrap_or_default();
@@ -64,7 +64,7 @@ async fn find_end(member: &Member, ino: Ino) -> Result<()> {
                 Leader::EndFound.taken();
                 tracing::info!(
                     end,
-                    "inode {ino:#x} goes farther than an evicted session had reported"
+                    "inode {ino:#x} is larger than an evicted session had reported"
                 );
             }
             Ok(())
@@ -107,8 +107,9 @@ async fn end_on(
     size: u64,
     fence: u64,
 ) -> Result<u64> {
-    let chain =
-        map.chain(id).ok_or_else(|| Error::new(Code::Io, format!("the map has no chain {id}")))?;
+    let chain = map
+        .chain(id)
+        .ok_or_else(|| Error::new(Code::Io, format!("chain {id} is not in the map")))?;
     if chain.lost {
         return Ok(0); // its data is lost, too
     }
@@ -136,7 +137,7 @@ async fn end_on(
             Err(e) => failed = Some(e.context(format_args!("chain {id} at '{}'", node.name))),
         }
     }
-    let nobody = || not_yet(format!("chain {id} has no source"));
+    let nobody = || not_yet(format!("chain {id} has no replica to ask"));
     failed.map_or_else(|| unsure.ok_or_else(nobody), Err)
 }
 

@@ -255,6 +255,6 @@ impl Drop for MdsServer {
 /// Records in the folder that its member was removed, so that it is refused from now on.
 pub(super) fn mark_removed(cfg: &Config, cluster: [u8; 16]) {
     if let Err(e) = (Record { member: cfg.id, cluster, state: State::Removed }).write(&cfg.dir) {
-        tracing::warn!("cannot mark the folder as that of a removed member: {e}");
+        tracing::warn!("cannot mark the folder as a removed member's: {e}");
     }
 }

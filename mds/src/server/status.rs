@@ -16,9 +16,8 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
     let (header, map, now) = (ns.header(), member.map(), member.env.boot());
     let mut notices = Vec::new();
     if member.leading().is_err() {
-        notices.push(
-            "not the leader: idle times and opens of sessions are known to the leader only".into(),
-        );
+        notices
+            .push("not the leader: only the leader knows idle times and opens of sessions".into());
     }
     if member.disk_space.look().0 {
         notices.push(
@@ -86,9 +85,10 @@ fn damage_notices(member: &Member) -> Vec<String> {
     let mut all = Vec::new();
     match (raft.no_state, raft.damage.as_str()) {
         (true, "") => all.push("waits for a copy of the metadata state from the leader".into()),
-        (true, why) => all.push(format!("its metadata state was damaged ({why}): waits for a copy from the leader")),
+        (true, why) => all.push(format!("its metadata state was damaged ({why}): it waits for a copy from the leader")),
         (false, "") if raft.damages > 0 => all.push(format!(
-            "its metadata state was found damaged {} times since it started, and copied anew: look after its disk",
+            "its metadata state was found damaged {} times since it started, and was copied again \
+             each time: check its disk",
             raft.damages
         )),
         (false, "") => {}
@@ -98,7 +98,8 @@ fn damage_notices(member: &Member) -> Vec<String> {
     }
     all.extend(member.set_aside.as_ref().map(|why| {
         format!(
-            "its metadata state was damaged when it started ({why}), was set aside and made anew: look after its disk"
+            "its metadata state was damaged when it started ({why}), was set aside and created \
+             again: check its disk"
         )
     }));
     all
@@ -109,7 +110,8 @@ fn slow_notices(map: &pb::ClusterMap, slow: &[pb::SlowTarget]) -> Vec<String> {
     let drained = map.targets.iter().filter_map(|t| Some((t.id, t.slow.as_ref()?)));
     let named = |(id, s): (u32, &pb::Slow)| {
         format!(
-            "target {id} is drained because it was slow ({}): replace its device, or `strake target keep {id}`",
+            "target {id} is being drained because it was slow ({}): replace its device, or cancel \
+             with `strake target keep {id}`",
             words(s)
         )
     };

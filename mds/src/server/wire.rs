@@ -68,7 +68,7 @@ pub(super) fn ok(r: &pb::OpResult) -> bool {
 }
 
 pub(super) fn misread() -> Error {
-    Error::new(Code::Io, "the log answered something else than was asked")
+    Error::new(Code::Io, "the log answered something other than what was asked")
 }
 
 #[cfg(test)]

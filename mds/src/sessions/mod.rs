@@ -114,7 +114,7 @@ impl Sessions {
         match self.entries.get_mut(&id) {
             None => Ok(None),
             Some(e) if e.ending => {
-                let m = format!("session {id} was silent for its term and is being ended");
+                let m = format!("session {id} was silent for its term and is being evicted");
                 Err(Error::new(Code::Overloaded, m))
             }
             Some(e) => {
@@ -192,7 +192,7 @@ impl Sessions {
             return Ok(WasCounted::No);
         }
         if connection < e.counted.connection {
-            return Err(Error::new(Code::Disconnected, "the connection is not the session's last"));
+            return Err(Error::new(Code::Disconnected, "the session has a newer connection"));
         }
         if e.counted.connection != connection {
             e.counted = Counted { connection, ..Counted::default() };

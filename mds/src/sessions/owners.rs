@@ -34,9 +34,10 @@ impl Owners {
         }
         let own = self.counts.get(machine).copied().unwrap_or(0);
         if own >= OF_MACHINE {
-            let m = "those of clients that died end when their term is over; unmount what is not needed";
+            let m = "sessions of clients that died end when their term is over; unmount what is \
+                     not needed";
             return full(format!(
-                "{own} sessions are of {machine}, which is the share of one machine: {m}"
+                "{own} sessions are of {machine}, which is the limit for one machine: {m}"
             ));
         }
         Ok(())

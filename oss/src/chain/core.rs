@@ -259,7 +259,7 @@ impl ChainCore {
                 out.push(refuse(
                     op.id,
                     Code::StaleEpoch,
-                    format!("chain {} has a new epoch", self.chain),
+                    format!("chain {} has a newer epoch", self.chain),
                 ));
             }
             let Some(Current::Update(u)) = slot.current.as_mut() else { continue };
@@ -312,7 +312,7 @@ impl ChainCore {
         {
             Event::ClientLate.taken();
             let m = format!(
-                "session {session} has given up an update since this was sent; it is to be sent again"
+                "session {session} has given up an update since this one was sent; send it again"
             );
             return out.push(refuse(op.id, Code::Overloaded, m));
         }
@@ -372,10 +372,10 @@ impl ChainCore {
         self.check_member(op.epoch)?;
         match op.what {
             What::Client { .. } if !(self.view.serving() && self.view.head) => {
-                Err(self.not_serving("takes updates at its head, not here"))
+                Err(self.not_serving("takes updates at its head; this is not its head"))
             }
             What::Forward { .. } if self.view.head => {
-                Err(self.not_serving("has its head here, which nobody forwards to"))
+                Err(self.not_serving("has its head here; replicas do not forward to the head"))
             }
             _ => Ok(()),
         }
@@ -385,7 +385,7 @@ impl ChainCore {
     pub fn heard_round(&mut self, epoch: u64, session: SessionId, round: u64) -> Result<()> {
         self.check_member(epoch)?;
         if !(self.view.serving() && self.view.head) {
-            return Err(self.not_serving("is flushed at its head, not here"));
+            return Err(self.not_serving("is flushed at its head; this is not its head"));
         }
         self.memory.is_late(session, round);
         Ok(())
@@ -474,7 +474,7 @@ impl ChainCore {
         {
             Event::ClientOvertaken.taken();
             let m = format!(
-                "chunk {} was changed by others since; this write's bytes are lost",
+                "chunk {} was changed by other clients meanwhile; this write's bytes are lost",
                 op.chunk
             );
             return Err(Outcome::Refused(Error::new(Code::Overtaken, m)));
@@ -524,7 +524,8 @@ impl ChainCore {
         }
         if now != prev {
             Event::ForwardGap.taken();
-            let m = format!("chunk {} is at {now:?} here, the update builds on {prev:?}", op.chunk);
+            let m =
+                format!("chunk {} is at {now:?} here, but the update builds on {prev:?}", op.chunk);
             return Err(Outcome::Refused(Error::new(Code::VersionGap, m)));
         }
         Event::ForwardStarts.taken();
@@ -574,7 +575,7 @@ impl ChainCore {
             }
             Due::Fail(e) => {
                 self.fail(
-                    e.context("the successor committed an update that cannot be stored here"),
+                    e.context("the successor committed an update that could not be stored here"),
                     out,
                 );
             }

@@ -50,7 +50,7 @@ pub fn open(path: &Path) -> Result<Arc<dyn Device>> {
             Err(e.context(m))
         }
         Err(e) => {
-            tracing::warn!("{e}; using plain reads and writes instead, which cost more CPU");
+            tracing::warn!("{e}; using plain reads and writes instead, which need more CPU");
             Ok(Arc::new(FileDevice::on(node)))
         }
     }

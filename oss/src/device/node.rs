@@ -67,7 +67,7 @@ impl Node {
             Ok(f) => (f, true),
             Err(e) if block && e.raw_os_error() == Some(libc::EBUSY) => {
                 let m = format!(
-                    "{name} is in use: mounted, part of another device, or another target's"
+                    "{name} is in use: it is mounted, part of another device, or another target's"
                 );
                 return Err(Error::new(Code::Busy, m));
             }

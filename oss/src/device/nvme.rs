@@ -52,7 +52,7 @@ impl Format {
         if blocks == 0 || blocks.leading_zeros() < shift {
             return Err(Error::new(
                 Code::NoDev,
-                format!("it is no active namespace ({blocks} blocks)"),
+                format!("it is not an active namespace ({blocks} blocks)"),
             ));
         }
         Ok(Format { blocks, shift })
@@ -103,7 +103,7 @@ impl Status {
             0x02 => "the controller refuses a field of the command",
             0x04 => "the data could not be transferred",
             0x06 => "internal error of the controller",
-            0x07 | 0x08 => "aborted, for the controller or its queue was reset",
+            0x07 | 0x08 => "aborted, because the controller or its queue was reset",
             0x0b => "the namespace is gone or its format has changed",
             0x20 => "the namespace is write protected",
             0x80 => "beyond the end of the namespace",
@@ -114,8 +114,8 @@ impl Status {
             0x281 => "the medium could not be read",
             0x282..=0x284 => "the data do not match their protection information",
             0x286 => "access denied",
-            0x287 => "read of blocks that were never written, which this namespace refuses",
-            0x300..=0x3ff => "the way to the controller is lost",
+            0x287 => "read of blocks that were never written, which this namespace does not allow",
+            0x300..=0x3ff => "the path to the controller is lost",
             0x200..=0x2ff => "error of the medium",
             _ => "the command failed",
         }
@@ -147,8 +147,8 @@ mod tests {
             (100, [0, 0, 13, 0], "2^13 bytes"),
             (100, [0, 0, 0, 0], "2^0 bytes"),
             (100, [0, 0, 255, 0], "2^255 bytes"),
-            (0, [0, 0, 9, 0], "no active namespace"),
-            (u64::MAX, [0, 0, 9, 0], "no active namespace"),
+            (0, [0, 0, 9, 0], "not an active namespace"),
+            (u64::MAX, [0, 0, 9, 0], "not an active namespace"),
         ] {
             let e = Format::parse(&identify(blocks, 0, 0, format)).unwrap_err();
             assert!(e.message.contains(says), "{e}");

@@ -73,7 +73,7 @@ impl Engine {
         if id.target_uuid != current.identity.target_uuid {
             return Err(Error::new(
                 Code::Inval,
-                "a target keeps its uuid for life; format it anew instead",
+                "a target keeps its uuid for life; format it again instead",
             ));
         }
         let sequence = current.sequence.checked_add(1).ok_or_else(|| {
@@ -125,7 +125,7 @@ impl Engine {
         let free = s.alloc.free_blocks().saturating_sub(self.shared.reserve.total()).min(spare);
         s.grants
             .ask(now, ask, free)
-            .ok_or_else(|| Error::new(Code::Stale, "a later question for space was answered"))
+            .ok_or_else(|| Error::new(Code::Stale, "a later request for space was answered"))
     }
 
     /// Frees grants that have expired by `now`.

@@ -74,10 +74,9 @@ fn load(table: &dyn MetaStore) -> Result<BTreeMap<ChainId, ChainView>> {
         let chain = k.get(1..).and_then(|b| b.try_into().ok()).map(u32::from_be_bytes);
         match (chain, decode(&k, &v)) {
             (Some(chain), Ok(view)) => drop(all.insert(chain, view)),
-            (_, e) => tracing::error!(
-                "what was known of a chain ({k:02x?}) cannot be read: {:?}",
-                e.err()
-            ),
+            (_, e) => {
+                tracing::error!("the record of a chain ({k:02x?}) cannot be read: {:?}", e.err())
+            }
         }
     }
     Ok(all)

@@ -71,8 +71,7 @@ impl Found {
 
     /// `Corrupt` for anything that [`Found::encode`] could not have made.
     pub fn decode(key: &[u8], value: &[u8]) -> Result<Found> {
-        let bad =
-            || Error::new(Code::Corrupt, "a record of what was found damaged is damaged itself");
+        let bad = || Error::new(Code::Corrupt, "the record of a finding is damaged itself");
         let mut b = record::unseal(key, value)?;
         if b.len() < 47 {
             return Err(bad());
@@ -112,7 +111,7 @@ pub(super) fn load(table: &dyn MetaStore, device: &str, most: usize) -> Vec<(Key
         let found = pair.and_then(|(k, v)| {
             let key = record::parse_finding_key(&k);
             let key = key.ok_or_else(|| {
-                Error::new(Code::Corrupt, format!("{k:02x?} is no key of a finding"))
+                Error::new(Code::Corrupt, format!("{k:02x?} is not a key of a finding"))
             })?;
             Found::decode(&k, &v).map(|found| (key, found)).map_err(|e| e.context(key))
         });

@@ -29,7 +29,7 @@ impl State {
         if !self.alloc.free(e) {
             // Losing space until the target is opened again is better than using it twice.
             tracing::error!(
-                "blocks {}+{} were freed twice; a bug, please report it",
+                "blocks {}+{} were freed twice; this is a bug, please report it",
                 e.start,
                 e.count
             );

@@ -181,8 +181,9 @@ fn check_table(table: &dyn MetaStore, superblock: &Superblock, device: &str) -> 
 fn check_digest(table: &dyn MetaStore, found: TableDigest, mark: u64) -> Result<TableDigest> {
     let lost = |what: String| {
         let m = format!(
-            "the chunk table lost changes that were synced ({what}); leave the target out, its replicas go on, and make a \
-             new one in another folder (docs/operations.md, \"A target that is refused\")"
+            "the chunk table lost changes that were synced ({what}); remove the target from the \
+             configuration; its replicas serve without it; create a new one in another folder \
+             (docs/operations.md, \"A target that is refused\")"
         );
         Err(Error::new(Code::Corrupt, m))
     };
@@ -193,7 +194,10 @@ fn check_digest(table: &dyn MetaStore, found: TableDigest, mark: u64) -> Result<
         None => return lost(format!("its digest, while the device knows of {mark} flushes")),
     };
     if stored.flushes < mark {
-        return lost(format!("it is as of flush {}, the device knows of {mark}", stored.flushes));
+        return lost(format!(
+            "it is as of flush {}, but the device knows of {mark}",
+            stored.flushes
+        ));
     }
     if !stored.fits(&found) {
         let (want, have) = (stored.records, found.records);
@@ -226,7 +230,7 @@ fn note(counters: &Counters, key: &[u8]) {
     let chunk = parse_header_key(key).or_else(|| parse_segment_key(key).map(|(k, _)| k));
     match chunk {
         Some(k) => tracing::error!("{k}: its record in the chunk table is damaged"),
-        None => tracing::error!("the chunk table has a key that is none: {key:02x?}"),
+        None => tracing::error!("the chunk table has an invalid key: {key:02x?}"),
     }
 }
 

@@ -384,7 +384,7 @@ impl Engine {
     pub async fn read_in_limit(&self, key: &Key, offset: u32, len: u32) -> Result<ReadOut> {
         let pool = &self.shared.pool;
         let room = async |lens: Vec<usize>| {
-            let full = || Error::new(Code::Overloaded, "reads wait for memory; come again");
+            let full = || Error::new(Code::Overloaded, "reads wait for memory; try again");
             tokio::time::timeout(ROOM_WAIT, pool.get_all(&lens)).await.map_err(|_| full())?
         };
         self.read_into(key, offset, len, room).await

@@ -352,7 +352,7 @@ impl Slotted {
     /// `Busy`: the chunk has a staged update already.
     fn take(shared: &Arc<Shared>, key: Key) -> Result<Slotted> {
         if let Some(used) = &shared.used {
-            used.note(key.chain).map_err(|e| Error::from(e).context("noting a new chain"))?;
+            used.note(key.chain).map_err(|e| Error::from(e).context("recording a new chain"))?;
         }
         let mut s = shared.state.lock();
         s.check()?;
@@ -639,7 +639,7 @@ impl Image {
             else {
                 return Err(Error::new(
                     Code::Inval,
-                    format!("bytes {part:?} are no part of the chunk"),
+                    format!("bytes {part:?} are outside of the chunk"),
                 ));
             };
             sums.iter_mut().zip(good).for_each(|(sum, good)| *sum = !good);

@@ -146,7 +146,7 @@ pub fn announce_device(path: &Path, device: Option<&Path>) -> Result<()> {
 /// `Exist` for a device with a target on it, or with anything where labels lie.
 async fn check_blank(device: &dyn Device) -> Result<()> {
     let name = device.name();
-    let how = "if all that is on it may be lost, set force = true for this target, once";
+    let how = "if all data on it may be lost, set force = true for this target, once";
     let pool = Pool::default();
     if let Ok(s) = Superblock::read(device, &pool).await {
         let (id, node) = (s.identity.target_id, s.identity.node);
@@ -219,7 +219,7 @@ pub async fn open_target_dir(
     let lock = lock(path)?;
     private::mend_all(path);
     if path.join(INCOMPLETE).exists() {
-        let m = format!("{} was left half made; create the target again", path.display());
+        let m = format!("{} is only partly created; create the target again", path.display());
         return Err(Error::new(Code::NoEnt, m));
     }
     for part in [DATA, TABLE] {
@@ -227,8 +227,8 @@ pub async fn open_target_dir(
         let is_there = at.exists() && !is_empty_dir(&at);
         if !is_there && device::of_spdk(&at).is_none() {
             let m = format!(
-                "{}: {part} is missing; if the target is new create it, else mount or restore what is missing, or \
-                 format the target and resync it",
+                "{}: {part} is missing; if the target is new, create it; otherwise mount or \
+                 restore what is missing, or format the target and resync it",
                 path.display()
             );
             return Err(Error::new(Code::NoEnt, m));
@@ -339,7 +339,8 @@ impl Damaged {
         let (table, next) = (self.path.join(TABLE), self.path.join(NEXT));
         let id = self.id.as_ref().filter(|_| self.table_only).ok_or_else(|| self.why.clone())?;
         if !table.symlink_metadata().is_ok_and(|m| m.is_dir()) {
-            let m = format!("{} is a link: what it leads to is not replaced", table.display());
+            let m =
+                format!("{} is a link: the folder it points to is not replaced", table.display());
             return Err(Error::new(Code::OpNotSupp, m));
         }
         // fjall finds its files by name: an open store would continue in the empty one.
@@ -369,7 +370,8 @@ impl Damaged {
     fn keep(&self, table: &Path) -> Result<PathBuf> {
         let free =
             (1u32..).map(|n| self.path.join(format!("{TABLE}.damaged-{n}"))).find(|p| !p.exists());
-        let to = free.ok_or_else(|| Error::new(Code::Exist, "too many damaged tables are kept"))?;
+        let to =
+            free.ok_or_else(|| Error::new(Code::Exist, "too many damaged tables are kept here"))?;
         fs::rename(table, &to).map_err(|e| at(table, e))?;
         sync_dir(&self.path)?;
         Ok(to)

@@ -30,7 +30,8 @@ impl AddTargets {
     /// numbers. If one fails, those before it stay. Targets that are out of service are looked at
     /// again.
     pub(super) async fn add(&self, targets: &Arc<Targets>) -> Result<Vec<TargetId>> {
-        let busy = |_| Error::new(Code::Busy, "targets are being added; try again when they are");
+        let busy =
+            |_| Error::new(Code::Busy, "targets are being added; try again when that is complete");
         let mut known = self.known.try_lock().map_err(busy)?;
         let cfg = (self.reread)()?;
         cfg.check()?;

@@ -31,7 +31,7 @@ impl Admin for Shell {
             3 => Some(Ask::Resume),
             other => {
                 return Err(Status::invalid_argument(format!(
-                    "this version knows no action {other} of a scrub"
+                    "this version does not know action {other} of a scrub"
                 )));
             }
         };

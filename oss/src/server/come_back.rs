@@ -46,7 +46,7 @@ async fn register(targets: &Targets, refused: &RefusedTarget, engine: Arc<Engine
     loop {
         match targets.add(engine.clone()).await {
             Err(e) if !matches!(e.code, Code::Disconnected | Code::Inval | Code::NoSpc) => {
-                refused.is_now(format!("it is whole and cannot be registered: {e}"));
+                refused.is_now(format!("it is whole but cannot be registered: {e}"));
                 tokio::time::sleep(LOOK).await;
             }
             other => return other,
@@ -105,7 +105,7 @@ async fn emptied(
             // The engine that served it before is still in use.
             Err(e) if e.code == Code::Busy => refused.is_now(e.message),
             Err(e) => {
-                refused.is_now(format!("it cannot be made empty: {e}; {NEXT_STEP}"));
+                refused.is_now(format!("it cannot be emptied: {e}; {NEXT_STEP}"));
                 refused.nap(AGAIN).await;
             }
         }
@@ -118,7 +118,8 @@ async fn empty(targets: &Targets, damaged: &Damaged) -> Result<Arc<Engine>> {
     let (engine, kept) = damaged.empty(targets.pool.clone(), Options::default()).await?;
     let (id, kept) = (engine.identity().target_id, kept.display());
     tracing::warn!(
-        "target {id} lost its chunk table and comes back empty, to be filled; what was damaged is kept as {kept}"
+        "target {id} lost its chunk table and comes back empty, to be filled by a resync; the \
+         damaged table is kept as {kept}"
     );
     engine.notes().note_chain_views(targets.ctx.map.load().chains_of(id))?;
     engine.notes().sync().await?;

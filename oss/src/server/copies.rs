@@ -224,7 +224,7 @@ impl Copies {
                 }
                 Err(e) => {
                     tracing::debug!(
-                        "chunk {chunk} of chain {}: target {to} cannot help: {e}",
+                        "chunk {chunk} of chain {}: target {to} has no good copy: {e}",
                         self.replica.chain
                     );
                     if e.is_retryable() {

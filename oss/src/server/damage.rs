@@ -126,7 +126,7 @@ impl Damage {
             return;
         };
         if let Err(e) = engine.notes().sync().await {
-            tracing::warn!("{}: cannot keep what was found damaged: {e}", engine.device().name());
+            tracing::warn!("{}: cannot record the damage found: {e}", engine.device().name());
         }
     }
 
@@ -150,7 +150,7 @@ impl Damage {
         });
         match engine.notes().note_finding(key, found.as_ref()) {
             Ok(()) => self.unsynced.store(true, Ordering::Release),
-            Err(e) => tracing::warn!("{key}: that it is damaged cannot be written down: {e}"),
+            Err(e) => tracing::warn!("{key}: cannot record its damage: {e}"),
         }
     }
 

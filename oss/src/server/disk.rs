@@ -26,7 +26,7 @@ pub async fn start_on_disk(cfg: Config, env: Env, cluster_key: [u8; 32]) -> Resu
     let fixed = || {
         Err(Error::new(
             Code::OpNotSupp,
-            "this server was given its configuration by its program, for good",
+            "this server's configuration was given by its program and cannot be read again",
         ))
     };
     start_on_disk_with(cfg, env, cluster_key, Box::new(fixed)).await

@@ -71,7 +71,7 @@ impl Departure {
                 Ok(pass) => {
                     if pass.gone > 0 {
                         tracing::info!(
-                            "chain {}: {} chunks are gone from target {}, which has left it",
+                            "chain {}: removed {} chunks from target {}, which has left it",
                             self.replica.chain,
                             pass.gone,
                             self.replica.id
@@ -79,7 +79,8 @@ impl Departure {
                     }
                     if pass.kept > kept {
                         tracing::error!(
-                            "chain {}: target {} has left it and keeps {} chunks that are damaged on replicas in sync",
+                            "chain {}: target {} has left it, but keeps {} chunks that are \
+                             damaged on replicas in sync",
                             self.replica.chain,
                             self.replica.id,
                             pass.kept
@@ -95,7 +96,7 @@ impl Departure {
                 }
                 Err(e) => {
                     tracing::debug!(
-                        "chain {}: cannot remove what target {} has left of it: {e}",
+                        "chain {}: cannot remove the chunks that target {} still has of it: {e}",
                         self.replica.chain,
                         self.replica.id
                     );

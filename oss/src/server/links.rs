@@ -181,7 +181,7 @@ impl ChainLinks {
         if checksum::verify(u64::from(offset), data.iter().map(|b| &b[..]), &reply.sums).is_some() {
             return Err(Error::new(
                 Code::Resend,
-                format!("what target {to} has of chunk {chunk} was damaged on its way"),
+                format!("the copy of chunk {chunk} from target {to} was damaged in transit"),
             ));
         }
         Ok((reply, data))

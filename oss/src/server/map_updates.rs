@@ -107,7 +107,7 @@ impl MapUpdates {
                 left.into_iter().filter_map(|id| map.chain(id)).filter(|c| has_left(c, t.id()));
             let chains = map.chains_of(t.id()).chain(left).filter(|c| !doubted.contains(&c.id));
             if let Err(e) = t.engine.notes().note_chain_views(chains) {
-                tracing::warn!("target {}: cannot write down the state of its chains: {e}", t.id());
+                tracing::warn!("target {}: cannot record the state of its chains: {e}", t.id());
             }
         }
     }

@@ -55,7 +55,7 @@ impl Membership {
                 let _ = j.done.send(Err(e));
             }
             Err(e) => {
-                tracing::warn!("a new target is not registered yet, trying again: {e}");
+                tracing::warn!("a new target could not be registered, trying again: {e}");
                 self.targets.join_later(j);
             }
         }
@@ -76,7 +76,7 @@ impl Membership {
         let m = Message::new(opcode::MAP, pb::MapRequest { have: 0, latest: true }.encode_to_vec());
         let m = mds.call(known, m, patience).await?;
         let bad = |e: prost::DecodeError| {
-            Error::new(Code::Protocol, format!("answer to a question for the map: {e}"))
+            Error::new(Code::Protocol, format!("answer to a request for the map: {e}"))
         };
         Ok(pb::MapReply::decode(m.body).map_err(bad)?.map.unwrap_or_default())
     }
@@ -140,7 +140,8 @@ impl Membership {
         let known = all.iter().map(|t| t.engine.identity()).chain(self.targets.identities());
         if let Some(t) = known.into_iter().find(|t| !follows(t, now)) {
             let m = format!(
-                "target {} belongs to incarnation {} of the metadata group; what answers is {}, which was given up",
+                "target {} belongs to incarnation {} of the metadata group; the answer is from \
+                 {}, which was given up",
                 t.target_id,
                 Incarnation(t.incarnation),
                 Incarnation(now)
@@ -178,7 +179,7 @@ impl Membership {
         let have = t.engine.identity();
         if have.fs_uuid != [0; 16] && have.fs_uuid != fs {
             let m =
-                format!("target {} belongs to another cluster; it is not touched", have.target_id);
+                format!("target {} belongs to another cluster and was not changed", have.target_id);
             return Err(Error::new(Code::Inval, m));
         }
         let want = TargetIdentity {
@@ -336,7 +337,7 @@ impl Membership {
         {
             t.fail(&Error::new(
                 Code::NoSpc,
-                "its chunk table takes no writes: the file system that it is in is full",
+                "its chunk table accepts no writes: its file system is full",
             ));
             self.ctx.kick.notify_one();
         }
@@ -346,7 +347,7 @@ impl Membership {
     /// up, it need not wait for its end.
     fn give_up_lease(&self) {
         if self.lease.end() {
-            tracing::warn!("other storage servers cannot reach this one; it gives its lease up");
+            tracing::warn!("other storage servers cannot reach this one; giving up the lease");
             self.ctx.kick.notify_one();
         }
     }

@@ -29,7 +29,7 @@ impl Places {
     /// The path of the file that has a chunk, and the chunk's offset in it. `NoEnt`: no file with a
     /// name has it.
     pub(super) async fn of(&self, map: &MapView, chunk: ChunkId) -> Result<(String, u64)> {
-        let many = |_| Error::new(Code::Overloaded, "too many are asked for at once");
+        let many = |_| Error::new(Code::Overloaded, "too many paths are asked for at once");
         let _turn = self.turns.try_acquire().map_err(many)?;
         let late =
             |_| Error::new(Code::TimedOut, format!("no metadata server answered in {PATIENCE:?}"));
@@ -54,12 +54,12 @@ impl Places {
 
 fn read(m: Message) -> Result<(String, u64)> {
     let bad = |e: prost::DecodeError| {
-        Error::new(Code::Protocol, format!("answer to a question for a path: {e}"))
+        Error::new(Code::Protocol, format!("answer to a request for a path: {e}"))
     };
     let place =
         pb::PlacesReply::decode(m.body).map_err(bad)?.places.into_iter().next().unwrap_or_default();
     if place.path.is_empty() {
-        return Err(Error::new(Code::NoEnt, "no file with a name has it"));
+        return Err(Error::new(Code::NoEnt, "no named file has it"));
     }
     Ok((String::from_utf8_lossy(&place.path).into_owned(), place.start))
 }

@@ -59,7 +59,7 @@ impl RefusedTarget {
             news: Notify::new(),
         };
         tracing::error!(
-            "a target is out of service, the others go on: {}; {NEXT_STEP}",
+            "a target is out of service; the others continue: {}; {NEXT_STEP}",
             refused.why()
         );
         *refused.now.lock() = NEXT_STEP.into();
@@ -179,7 +179,7 @@ pub(super) fn unfit(map: &pb::ClusterMap, node: &str, of: &TargetIdentity) -> Op
         return None;
     }
     if of.fs_uuid != [0; 16] && map.fs_uuid[..] != of.fs_uuid {
-        let m = format!("target {} belongs to another cluster; it is not touched", of.target_id);
+        let m = format!("target {} belongs to another cluster and was not changed", of.target_id);
         return Some(Error::new(Code::Inval, m));
     }
     // A metadata group that was given up does not know what came later.
@@ -189,8 +189,9 @@ pub(super) fn unfit(map: &pb::ClusterMap, node: &str, of: &TargetIdentity) -> Op
     let Some(have) = map.targets.iter().find(|t| t.uuid[..] == of.target_uuid) else {
         let m = || {
             format!(
-                "the cluster has no target {} any more, or not yet: it was removed, or joined after the state that the metadata servers were \
-                 recovered from. Take it out of `targets`, or make it anew in an empty folder",
+                "the cluster does not have target {}: it was removed, or joined after the state \
+                 from which the metadata servers were recovered. Remove it from `targets`, or \
+                 create it again in an empty folder",
                 of.target_id
             )
         };
@@ -198,7 +199,7 @@ pub(super) fn unfit(map: &pb::ClusterMap, node: &str, of: &TargetIdentity) -> Op
     };
     if of.target_id != TARGET_UNASSIGNED && of.target_id != have.id {
         let m = format!(
-            "its superblock says target {}, the cluster knows it as {}",
+            "its superblock says target {}, but the cluster knows it as {}",
             of.target_id, have.id
         );
         return Some(Error::new(Code::Inval, m));
@@ -222,7 +223,7 @@ pub(super) fn needed(
         // It never held anything, or the cluster has removed it.
         let new = of.target_id == TARGET_UNASSIGNED;
         return (!new)
-            .then(|| format!("the cluster has no target {} any more; {NEXT_STEP}", of.target_id));
+            .then(|| format!("the cluster no longer has target {}; {NEXT_STEP}", of.target_id));
     };
     let joined = of.fs_uuid != [0; 16];
     if joined && map.map.fs_uuid[..] != of.fs_uuid || !follows(of, map.map.incarnation) {
@@ -230,7 +231,9 @@ pub(super) fn needed(
     }
     if !map.map.doubts.is_empty() {
         return Some(
-            "what is in sync is not known yet since the metadata servers were recovered".into(),
+            "since the recovery of the metadata servers it is not known yet which replicas are in \
+             sync"
+                .into(),
         );
     }
     if t.alive {
@@ -244,7 +247,7 @@ pub(super) fn needed(
     let counted = map.chains_of(t.id).filter(|c| !is_no_loss(c)).map(|c| c.id.to_string());
     let counted: Vec<String> = counted.collect();
     let m = || {
-        format!("of chains {} it may be the last replica in sync; {NEXT_STEP}", counted.join(", "))
+        format!("it may be the last replica in sync of chains {}; {NEXT_STEP}", counted.join(", "))
     };
     (!counted.is_empty()).then(m)
 }

@@ -113,7 +113,7 @@ impl Repair {
                 Ok(_) => return Ok(()),
                 Err(_) => Err(Error::new(
                     Code::TimedOut,
-                    format!("chunk {chunk} is being changed for {PATIENCE:?}"),
+                    format!("chunk {chunk} has been changing for {PATIENCE:?}"),
                 )),
             };
             tokio::time::sleep(Duration::from_secs(1)).await;
@@ -200,7 +200,7 @@ impl Repair {
         match map.chain(self.replica.chain).filter(|c| !c.lost && c.replicas.iter().any(may_help)) {
             Some(_) => Error::new(
                 Code::NotServing,
-                format!("no good copy is there, and a replica is away ({})", e.message),
+                format!("there is no good copy, and a replica does not answer ({})", e.message),
             ),
             None => e,
         }
@@ -456,10 +456,10 @@ impl Repair {
                 // A failing device is that target's own problem.
                 Err(e) if e.code == Code::Io => Error::new(
                     Code::NotServing,
-                    format!("chunk {chunk} is damaged and target {to} fails ({e})"),
+                    format!("chunk {chunk} is damaged and target {to} cannot repair it ({e})"),
                 ),
                 Err(e) => {
-                    e.context(format!("chunk {chunk} is damaged and target {to} could not help"))
+                    e.context(format!("chunk {chunk} is damaged and target {to} has no good copy"))
                 }
             };
             failed.lost &= e.code == Code::Corrupt;

@@ -104,8 +104,9 @@ impl Local for Store<'_> {
 
     fn commit(&mut self, op: OpId, version: Version, writer: Writer) -> Result<()> {
         let staged = self.ops.get_mut(&op).and_then(|o| o.staged.take());
-        let staged = staged
-            .ok_or_else(|| Error::new(Code::Io, "an update to be committed was not staged"))?;
+        let staged = staged.ok_or_else(|| {
+            Error::new(Code::Io, "an update was to be committed before it was staged")
+        })?;
         self.engine.commit(staged, version, vec![writer]).map(drop)
     }
 }
@@ -237,7 +238,7 @@ impl Replica {
         // Under the lock: an update queued before newer ones is applied before them.
         if matches!(op.what, What::Client { .. }) && running.is_over(&self.ctx) {
             Event::ClientExpired.taken();
-            let m = "this update was on its way for too long; it is to be sent again";
+            let m = "this update took too long to arrive; send it again";
             let _ = running.reply.send(Outcome::Refused(Error::new(Code::Overloaded, m)));
             return;
         }

@@ -78,7 +78,8 @@ impl Resync {
             match self.pass(to, epoch).await {
                 Ok(pushed) => {
                     tracing::info!(
-                        "chain {}: target {to} is filled ({pushed} chunks sent), epoch {epoch}",
+                        "chain {}: the resync of target {to} is complete ({pushed} chunks sent), \
+                         epoch {epoch}",
                         self.replica.chain
                     );
                     // The resync of an earlier epoch may end after this one's.
@@ -93,7 +94,7 @@ impl Resync {
                 Err(e) => {
                     if self.replica.goes_on(epoch) {
                         tracing::warn!(
-                            "chain {}: filling target {to} is interrupted: {e}",
+                            "chain {}: the resync of target {to} was interrupted: {e}",
                             self.replica.chain
                         );
                     }
@@ -163,9 +164,9 @@ impl Resync {
         }
         self.replica.links.forward_flush(to, epoch, None).await?;
         if let Some(e) = first {
-            return Err(
-                e.context(format_args!("{unread} chunks cannot be sent, {pushed} others were"))
-            );
+            return Err(e.context(format_args!(
+                "{unread} chunks cannot be sent, {pushed} other chunks were"
+            )));
         }
         // From here on the successor may come into sync. Replicas that know this view must not
         // forget it.
@@ -218,7 +219,8 @@ impl Resync {
             let (out, damaged) = self.read_out(chunk, meta.len).await?;
             if !damaged.is_empty() {
                 tracing::warn!(
-                    "chunk {chunk} of chain {} goes to target {to} with what has no good copy",
+                    "chunk {chunk} of chain {} is sent to target {to} with blocks that have no \
+                     good copy",
                     self.replica.chain
                 );
             }
@@ -284,7 +286,7 @@ impl Resync {
         }
         let expected = Version { epoch: r.session, number: r.seq };
         if now != expected && now != r.version {
-            let m = format!("chunk {chunk} is at {now:?}, not {expected:?} as the sender believes");
+            let m = format!("chunk {chunk} is at {now:?}, but the sender expects {expected:?}");
             return Err(Error::new(Code::VersionGap, m));
         }
         if now != r.version || now == Version::default() {

@@ -56,7 +56,9 @@ fn check_shape(r: &DataRequest, payload: usize) -> Result<()> {
     }
     let carries = matches!(r.kind, Kind::Write | Kind::Replace);
     let (want, sums) = match r.kind {
-        Kind::Write | Kind::Punch if r.len == 0 => return Err(inval("a write of no bytes")),
+        Kind::Write | Kind::Punch if r.len == 0 => {
+            return Err(inval("a write must have at least one byte"));
+        }
         Kind::Write | Kind::Replace => {
             (r.len as usize, pieces(u64::from(r.offset), r.len as usize))
         }
@@ -64,7 +66,7 @@ fn check_shape(r: &DataRequest, payload: usize) -> Result<()> {
     };
     if payload != want || r.sums.len() != sums {
         return Err(inval(format!(
-            "{payload} bytes with {} checksums, {want} with {sums} expected",
+            "{payload} bytes with {} checksums; expected {want} bytes with {sums}",
             r.sums.len()
         )));
     }
@@ -72,7 +74,7 @@ fn check_shape(r: &DataRequest, payload: usize) -> Result<()> {
         return Err(inval("a chunk is replaced as a whole"));
     }
     if r.flags & FLAG_GRANTED != 0 && (r.kind != Kind::Write || r.session == 0) {
-        return Err(inval("only a session's write takes what was granted"));
+        return Err(inval("only a session's write uses a grant"));
     }
     if carries && r.flags & FLAG_TOMBSTONE != 0 && r.len != 0 {
         return Err(inval("a tombstone has no bytes"));
@@ -87,7 +89,7 @@ fn check_damaged(r: &DataRequest) -> Result<()> {
         let to_border = d.end % BLOCK == 0 || d.end == r.len;
         if d.start < at || d.start % BLOCK != 0 || d.end <= d.start || d.end > r.len || !to_border {
             return Err(inval(format!(
-                "bytes {d:?} of a chunk of {} cannot be what is damaged of it",
+                "bytes {d:?} cannot be the damaged part of a chunk of {}",
                 r.len
             )));
         }
@@ -122,9 +124,12 @@ impl Service for OssService {
         let server_only = is_server_only(m.opcode);
         if server_only && peer.role != Role::Server {
             REFUSED.warn(|| {
-                format!("{} asked for {:#06x}, which only servers may", peer.addr, m.opcode)
+                format!("{} sent {:#06x}, which only servers may send", peer.addr, m.opcode)
             });
-            return Err(Error::new(Code::Access, "only servers of the cluster may ask for this"));
+            return Err(Error::new(
+                Code::Access,
+                "only servers of this cluster may send this request",
+            ));
         }
         let ctx = &self.node.ctx;
         match m.opcode {
@@ -145,7 +150,7 @@ impl Service for OssService {
         // A waiting request does not keep the memory of a long body.
         let r = DataRequest::decode(&std::mem::take(&mut m.body))?;
         if !r.damaged.is_empty() && m.opcode != opcode::SYNC_PUT {
-            return Err(inval("only what a target is filled with may be damaged"));
+            return Err(inval("only a resynced chunk may have damaged parts"));
         }
         match m.opcode {
             opcode::LIST_CHUNKS => self.list_chunks(&r),
@@ -190,7 +195,7 @@ impl OssService {
         if m.payload_len() > 0
             && !matches!(m.opcode, opcode::WRITE | opcode::FORWARD | opcode::SYNC_PUT)
         {
-            return Err(inval("this request takes no payload"));
+            return Err(inval("this request has no payload"));
         }
         let replica = &member.replica;
         match m.opcode {
@@ -301,7 +306,7 @@ impl OssService {
         revocations.check_session(c.session, c.session_epoch)?;
         let left = revocations.rights_left(c);
         if !any.iter().any(|need| left.has(*need)) {
-            return Err(bad("what the capability stands for has ended; open the file again"));
+            return Err(bad("what the capability gave a right to has ended; open the file again"));
         }
         Ok(())
     }
@@ -314,14 +319,16 @@ impl OssService {
                 REFUSED.warn(|| {
                     format!("session {:x} asked for {} on chain {}", c.session, r.chunk, r.chain)
                 });
-                let m =
-                    format!("chunk {} is not on chain {} by its file's layout", r.chunk, r.chain);
+                let m = format!(
+                    "chunk {} does not belong on chain {} by its file's layout",
+                    r.chunk, r.chain
+                );
                 Err(Error::new(Code::BadCap, m))
             }
             Fits::Unknown => {
                 self.node.ctx.kick.notify_one();
                 let m = format!(
-                    "storage server '{}' has no such chain set in its map yet",
+                    "storage server '{}' does not have this chain set in its map yet",
                     self.node.ctx.cfg.name
                 );
                 Err(Error::new(Code::NotServing, m))
@@ -334,13 +341,13 @@ impl OssService {
             Kind::Write | Kind::Punch => Rights::WRITE,
             Kind::Truncate | Kind::Remove => Rights::TRIM,
             Kind::None | Kind::Replace => {
-                return Err(inval("WRITE writes, punches, truncates or removes"));
+                return Err(inval("WRITE must write, punch, truncate or remove"));
             }
         };
         check_shape(r, payload)?;
         self.check_cap(cap.as_ref(), r, &[need], Some(r.chunk.index))?;
         if cap.is_some_and(|c| c.session != r.session || r.session == 0) {
-            return Err(Error::new(Code::BadCap, "capability is of another session"));
+            return Err(Error::new(Code::BadCap, "capability belongs to another session"));
         }
         Ok(())
     }
@@ -441,7 +448,8 @@ impl OssService {
     ) -> Result<Message> {
         self.check_cap(cap.as_ref(), r, &[Rights::WRITE], None)?;
         let c = cap.filter(|c| c.session == r.session && r.session != 0);
-        let c = c.ok_or_else(|| Error::new(Code::BadCap, "capability is of another session"))?;
+        let c =
+            c.ok_or_else(|| Error::new(Code::BadCap, "capability belongs to another session"))?;
         replica.check_member(r.epoch)?;
         let now = self.node.ctx.env.boot();
         let ask = Ask {
@@ -477,7 +485,7 @@ impl OssService {
         if view.epoch == r.epoch && !view.head {
             return Err(Error::new(
                 Code::NotServing,
-                format!("chain {} is flushed at its head, not here", r.chain),
+                format!("chain {} is flushed at its head; this is not its head", r.chain),
             ));
         }
         if let Some(cap) = cap.filter(|_| r.round != 0) {
@@ -579,7 +587,7 @@ fn sync_list(replica: &Replica, r: &DataRequest) -> Result<Message> {
     } else {
         if !replica.target.resync_sources.admits(replica.chain, Instant::now()) {
             let m = format!(
-                "other chains fill target {}; chain {} has its turn later",
+                "target {} is being resynced for other chains; it is chain {}'s turn later",
                 replica.id, replica.chain
             );
             return Err(Error::new(Code::Overloaded, m));

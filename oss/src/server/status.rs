@@ -14,7 +14,8 @@ pub(super) fn status(node: &Node) -> pb::StatusReply {
     let mut notices: Vec<String> = refused.iter().map(refused_targets::notice).collect();
     for id in node.targets.emptied() {
         notices.push(format!(
-            "target {id} had lost its chunk table since this server started, or before; it came back empty and is filled from other replicas"
+            "target {id} had lost its chunk table when or before this server started; it came \
+             back empty and is filled by a resync"
         ));
     }
     node.targets.all().iter().for_each(|t| notices_of(node, t, &mut notices));
@@ -62,18 +63,19 @@ fn status_of(t: &Target, lease_left_ms: u64) -> pb::TargetStatus {
 fn notices_of(node: &Node, t: &Arc<Target>, notices: &mut Vec<String>) {
     match t.unreadable().as_ref().map(Error::to_string) {
         Some(why) => notices.push(format!(
-            "target {} has failed and comes back empty when nothing that it has is needed: {why}",
+            "target {} has failed; it comes back empty when none of its data is needed: {why}",
             t.id()
         )),
         None if t.failed() => notices.push(format!(
-            "target {} has failed; replace its device, then SIGHUP to the server",
+            "target {} has failed; replace its device, then send SIGHUP to the server",
             t.id()
         )),
         None => {}
     }
     if t.lacks_space() {
         notices.push(format!(
-            "target {} is out of its chains: the file system it is in is full; make space there, it comes back by itself",
+            "target {} has left its chains, because its file system is full; make space there, \
+             and it comes back by itself",
             t.id()
         ));
     }
@@ -95,8 +97,10 @@ fn notices_of(node: &Node, t: &Arc<Target>, notices: &mut Vec<String>) {
         }
     }
     if !t.engine.device().direct() {
-        notices
-            .push(format!("target {} runs without direct I/O: its file system refuses it", t.id()));
+        notices.push(format!(
+            "target {} runs without direct I/O, which its file system does not support",
+            t.id()
+        ));
     }
 }
 

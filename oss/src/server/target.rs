@@ -156,7 +156,7 @@ impl Target {
         if self.failed() || self.lacks_space() {
             return Err(Error::new(
                 Code::NotServing,
-                format!("target {} is out of its chains", self.id()),
+                format!("target {} has left its chains", self.id()),
             ));
         }
         Ok(())
@@ -166,7 +166,7 @@ impl Target {
     pub(super) fn has_space_again(&self) {
         let is_out = |n: u32| (n % 2 == 1).then_some(n + 1);
         if self.lapses.fetch_update(Ordering::AcqRel, Ordering::Acquire, is_out).is_ok() {
-            tracing::info!("target {} has space again and comes back", self.id());
+            tracing::info!("target {} has space again and rejoins its chains", self.id());
         }
     }
 

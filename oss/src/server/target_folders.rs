@@ -71,7 +71,7 @@ pub(super) async fn open(
             (None, size) if size > 0 => TargetLayout::File { size: size / 4096 * 4096 },
             _ => {
                 let m =
-                    format!("target {}: give either size or device to make it", t.path.display());
+                    format!("target {}: give either size or device to create it", t.path.display());
                 return Err(Error::new(Code::Inval, m));
             }
         };

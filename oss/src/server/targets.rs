@@ -291,7 +291,9 @@ impl Targets {
 }
 
 fn is_a_copy(id: &TargetIdentity) -> Error {
-    let m =
-        format!("another folder of this server holds target {}, too; it is a copy", id.target_id);
+    let m = format!(
+        "another folder of this server holds target {}, too; one of them is a copy",
+        id.target_id
+    );
     Error::new(Code::Inval, m)
 }

@@ -95,7 +95,7 @@ impl TrimNumbers {
         let issued = &mut *self.0.lock();
         if epoch < issued.epoch || epoch == issued.epoch && term < issued.term {
             let m = format!(
-                "term {term} and epoch {epoch} asked, {} and {} here",
+                "term {term} and epoch {epoch} requested, but {} and {} here",
                 issued.term, issued.epoch
             );
             return Err(Error::new(Code::StaleEpoch, m));
@@ -105,12 +105,12 @@ impl TrimNumbers {
         }
         (issued.term, issued.epoch) = (term, epoch);
         if issued.files.get(&file).is_some_and(|c| c.running) {
-            return Err(Error::new(Code::Overloaded, "this file is being cut"));
+            return Err(Error::new(Code::Overloaded, "this file is being truncated"));
         }
         if issued.files.len() >= MOST && !issued.files.contains_key(&file) {
             issued.files.retain(|_, c| c.running || c.at.elapsed() < GOOD_FOR);
             if issued.files.len() >= MOST {
-                return Err(Error::new(Code::Overloaded, "too many files are being cut"));
+                return Err(Error::new(Code::Overloaded, "too many files are being truncated"));
             }
         }
         issued.last += 1;
@@ -124,7 +124,7 @@ impl TrimNumbers {
     fn begin_removal(&self, file: File) -> Result<Removal<'_>> {
         let mut issued = self.0.lock();
         if issued.files.get(&file).is_some_and(|c| c.running) || !issued.removals.insert(file) {
-            return Err(Error::new(Code::Overloaded, "this file is being cut or removed"));
+            return Err(Error::new(Code::Overloaded, "this file is being truncated or removed"));
         }
         Ok(Removal { numbers: self, file })
     }
@@ -141,7 +141,7 @@ impl TrimNumbers {
         });
         let Some(cut) = cut else {
             let m = format!(
-                "number {number} is not, or not any more, good for cutting {:x}.{:x}",
+                "number {number} is not, or no longer, valid for truncating {:x}.{:x}",
                 file.0, file.1
             );
             return Err(Error::new(Code::StaleEpoch, m));
@@ -191,7 +191,7 @@ impl Trims {
         if !self.replica.view().head {
             return Err(Error::new(
                 Code::NotServing,
-                format!("chain {} is trimmed at its head, not here", r.chain),
+                format!("chain {} is trimmed at its head; this is not its head", r.chain),
             ));
         }
         let file = (r.chunk.ino, r.chunk.data);
@@ -199,7 +199,7 @@ impl Trims {
         // moment, and where one is left, an update that builds on nothing is refused.
         let gone = r.flags & FLAG_TOMBSTONE != 0;
         if gone && (r.chunk.index != 0 && r.offset == 0 || r.len != u32::MAX) {
-            return Err(Error::new(Code::Inval, "data that is gone for good keeps no chunk"));
+            return Err(Error::new(Code::Inval, "a trim of removed data must keep no chunk"));
         }
         let budget = Budget::of(r);
         if gone {
@@ -210,14 +210,19 @@ impl Trims {
         }
         if r.seq == 0 {
             if r.version.epoch == 0 {
-                return Err(Error::new(Code::Inval, "TRIM does not say of which term it is"));
+                return Err(Error::new(Code::Inval, "TRIM has no term"));
             }
             let number = self.numbers.issue(file, r.epoch, r.version.epoch)?;
             let version = Version { epoch: r.epoch, number };
             return Ok(DataReply { version, epoch: r.epoch, ..DataReply::default() });
         }
         let _running = self.numbers.begin(file, r.epoch, r.seq)?;
-        tracing::debug!("chain {}: chunks of {} go, {} bytes stay before", r.chain, r.chunk, r.len);
+        tracing::debug!(
+            "chain {}: removing chunks of {} except the first {} bytes",
+            r.chain,
+            r.chunk,
+            r.len
+        );
         self.cut_before(r, trace).await?;
         let next = self.remove(r, trace, &budget).await?;
         let boot_ids = self.replica.flush_chain(r.epoch).await?;
@@ -234,7 +239,7 @@ impl Trims {
     ) -> Result<DataReply> {
         let mut from = r.chunk;
         if r.seq != FORGETTING {
-            tracing::debug!("chain {}: chunks of {} go for good", r.chain, r.chunk);
+            tracing::debug!("chain {}: removing all chunks of {}", r.chain, r.chunk);
             if let Some(next) = self.remove(r, trace, budget).await? {
                 let boot_ids = self.replica.flush_chain(r.epoch).await?;
                 return Ok(DataReply { boot_ids, ..goes_on(r.epoch, Some(next)) });
@@ -382,7 +387,7 @@ impl Trims {
         let (chain, count, first) =
             (self.replica.chain, left.len(), ChunkId { index: *first, ..of });
         tracing::info!(
-            "chain {chain}: {count} chunks are left over from data that is gone and are removed, {first} first"
+            "chain {chain}: removing {count} chunks that are left of removed data, {first} first"
         );
         let removals =
             left.into_iter().map(|index| self.drop_leftover(epoch, ChunkId { index, ..of }));

@@ -33,7 +33,7 @@ impl UpdateRequest {
                     (r.sums.clone(), r.flags & FLAG_TOMBSTONE != 0, r.damaged.clone());
                 Update::Replace { data: data(), sums, tombstone, damaged }
             }
-            Kind::None => return Err(Error::new(Code::Inval, "an update that updates nothing")),
+            Kind::None => return Err(Error::new(Code::Inval, "an update without any change")),
         })
     }
 }

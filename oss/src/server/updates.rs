@@ -33,7 +33,10 @@ impl Updates {
     pub(super) async fn forwarded(&self, request: UpdateRequest) -> Result<DataReply> {
         let r = &request.request;
         let [prev] = r.writers[..] else {
-            return Err(Error::new(Code::Protocol, "FORWARD does not say what it builds on"));
+            return Err(Error::new(
+                Code::Protocol,
+                "FORWARD does not say which version it builds on",
+            ));
         };
         let (epoch, version) = (r.epoch, r.version);
         let mut prev = prev.version;
@@ -53,7 +56,9 @@ impl Updates {
         // The update is applied: a failing flush must not be taken for a refusal.
         self.answer(outcome, epoch, false).await.map_err(|e| match Refusal::of(e.code) {
             Refusal::Transient => e,
-            _ => Error::new(Code::NotServing, format!("an update is here, but not flushed: {e}")),
+            _ => {
+                Error::new(Code::NotServing, format!("the update is applied but not flushed: {e}"))
+            }
         })
     }
 
@@ -82,7 +87,7 @@ impl Updates {
                 reply(version, true, self.replica.flush_chain(epoch).await?)
             }
             Outcome::Granted => {
-                return Err(Error::new(Code::Io, "an update was answered as a hold"));
+                return Err(Error::new(Code::Io, "an update got the answer of a hold"));
             }
             Outcome::Refused(e) => return Err(e),
         })

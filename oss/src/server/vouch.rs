@@ -41,7 +41,7 @@ impl Vouching {
         if r.chunk != NO_CHUNK {
             let patience = Duration::from_millis(self.replica.ctx.cfg.peer_timeout_ms) * 3 / 4;
             let late = |_| {
-                Error::new(Code::Overloaded, format!("it takes long to read chunk {}", r.chunk))
+                Error::new(Code::Overloaded, format!("reading chunk {} takes too long", r.chunk))
             };
             tokio::time::timeout(patience, self.can_read(r.chunk)).await.map_err(late)??;
             self.check_in_sync(r.epoch)?;

@@ -66,9 +66,7 @@ impl Parameters {
             && (1..=3).contains(&self.mirror)
             && (1..=MAX_TARGET_GIB).contains(&self.target_gib);
         if !numbers {
-            return bad(
-                "no cluster was made with such numbers; restore the file or make the cluster anew",
-            );
+            return bad("no cluster can have such numbers; restore the file or make a new cluster");
         }
         if self.ports.len() != 2 * (self.mds + self.oss) as usize {
             return bad("`ports` must have two ports for each server");
@@ -79,7 +77,8 @@ impl Parameters {
             || (1..=self.oss).any(|n| self.targets_of(n).len() > MOST_TARGETS)
         {
             return bad(
-                "`added` names a storage server that there is not, or a size or number of targets that cannot be",
+                "`added` names an unknown storage server, or an impossible size or number of \
+                 targets",
             );
         }
         Ok(())
@@ -147,9 +146,12 @@ impl Cluster {
             if let Some(m) = &args.mount {
                 c.move_mount(mountpoint(m)?)?;
             }
-            c.mend()?;
+            c.make_private()?;
             if config::write_client_key(&c.client_key(), &ClientKey::of(&c.key()?))? {
-                eprintln!("strake: {}: servers can be told by it now", c.client_key().display());
+                eprintln!(
+                    "strake: {}: completed; clients can now tell servers from impostors",
+                    c.client_key().display()
+                );
             }
             c.write_configs()?;
             return Ok(c);
@@ -159,7 +161,7 @@ impl Cluster {
 
     /// Closes what an older version left open to other users. Servers do that for the contents of
     /// their own folders; the mount point is left alone.
-    fn mend(&self) -> Result<()> {
+    fn make_private(&self) -> Result<()> {
         private::folder(&self.dir, is_passage(&self.dir, self.p.mount.as_deref()))?;
         let mut all: Vec<PathBuf> = self.roles().iter().map(|r| self.dir.join(r.name())).collect();
         for sub in [&self.logs(), &self.dir.join("run"), &self.dir] {
@@ -169,15 +171,16 @@ impl Cluster {
                 files.filter(|f| f.file_type().is_ok_and(|t| t.is_file())).map(|f| f.path()),
             );
         }
-        let mut mended = 0;
+        let mut changed = 0;
         for path in all.iter().filter(|p| **p != self.dir && p.exists()) {
-            mended +=
+            changed +=
                 u32::from(private::mend(path).map_err(|e| Error::from(e).context(path.display()))?);
         }
-        if mended > 0 {
+        if changed > 0 {
             let at = self.dir.display();
             eprintln!(
-                "strake: {at}: other users could read {mended} files and folders; they are the owner's alone now"
+                "strake: {at}: other users could read {changed} files and folders; now only the \
+                 owner can"
             );
         }
         Ok(())
@@ -199,8 +202,8 @@ impl Cluster {
         for (option, given, is) in given {
             if let Some(given) = given.filter(|g| *g != is) {
                 let m = format!(
-                    "the cluster in {} was made with {option} {is}, which {option} {given} cannot change; leave it out, or \
-                     make another cluster in another --dir",
+                    "the cluster in {} was made with {option} {is}; {option} {given} cannot \
+                     change that. Leave the option out, or make another cluster in another --dir",
                     self.dir.display()
                 );
                 return Err(Error::new(Code::Inval, m));
@@ -236,7 +239,7 @@ impl Cluster {
         let mirror = args.mirror.unwrap_or(2);
         if oss < mirror {
             let m = format!(
-                "{mirror} copies need at least as many object storage servers; give --oss {mirror} or --mirror 1"
+                "{mirror} copies need at least as many storage servers; give --oss {mirror} or --mirror 1"
             );
             return Err(Error::new(Code::Inval, m));
         }

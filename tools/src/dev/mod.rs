@@ -31,20 +31,20 @@ const NOT_WHOLE: u8 = 2;
 
 #[derive(Args)]
 pub struct UpArgs {
-    /// Folder for everything the cluster keeps.
+    /// Folder for all files of the cluster.
     #[arg(long, default_value = "strake-cluster")]
     dir: PathBuf,
-    /// Where to mount; "none" for no mount. A new cluster's default is strake-mnt, later it is
-    /// where it was.
+    /// Where to mount; "none" for no mount. The default is strake-mnt for a new cluster, and the
+    /// last mountpoint for an existing one.
     #[arg(long)]
     mount: Option<PathBuf>,
     /// Metadata servers of a new cluster [default: 3].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=7))]
     mds: Option<u32>,
-    /// Object storage servers of a new cluster [default: 4].
+    /// Storage servers of a new cluster [default: 4].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=64))]
     oss: Option<u32>,
-    /// Targets of each object storage server of a new cluster [default: 2].
+    /// Targets of each storage server of a new cluster [default: 2].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=16))]
     targets_per_oss: Option<u32>,
     /// Copies of each file's data in a new cluster [default: 2].
@@ -89,7 +89,7 @@ pub fn up(args: UpArgs) -> Result<ExitCode> {
     progress.say(match (started, &without[..]) {
         (0, []) => "everything was running",
         (_, []) => "cluster is up",
-        _ => "cluster is up, but not whole; `strake status` says what it lacks",
+        _ => "cluster is up, but not whole; `strake status` says what is missing",
     });
     progress.done();
     without.iter().for_each(|what| eprintln!("strake: {what}"));

@@ -102,7 +102,7 @@ async fn look(cluster: &Cluster, key: &[u8; 32], ended: &[Role]) -> State {
                     .map_or_else(|| r.path.clone(), |id| format!("target {id} in {}", r.path));
                 format!("oss{n}: {target} is out of service: {}; {}", r.why, r.now)
             })),
-            Err(_) => silent = Some(format!("the object server at {addr} does not answer yet")),
+            Err(_) => silent = Some(format!("the storage server at {addr} does not answer yet")),
         }
     }
     let lacking =

@@ -86,9 +86,13 @@ pub fn ask(at: Device, local: Option<&Path>, test: bool, seconds: u64) -> Result
     command.args(["gds", "look", "--memory", &memory, "--device", &at.device.to_string()]);
     command.args(local.map(|_| "--local")).args(local);
     command.args(test.then_some("--test")).stdin(Stdio::null()).stdout(Stdio::piped());
-    let failed = |e: std::io::Error| Error::from(e).context("starting the program that looks");
+    let failed =
+        |e: std::io::Error| Error::from(e).context("starting the program that looks for devices");
     let mut child = command.spawn().map_err(failed)?;
-    let out = child.stdout.take().ok_or_else(|| Error::new(Code::Io, "the child has no output"))?;
+    let out = child
+        .stdout
+        .take()
+        .ok_or_else(|| Error::new(Code::Io, "the program that looks for devices has no output"))?;
     let (lines, heard) = mpsc::channel();
     // Not joined: it ends with the pipe, which a process that cannot be killed may keep open.
     thread::spawn(move || {

@@ -25,7 +25,7 @@ pub struct StageArgs {
     /// Sealed files, by their paths from the root of the file system.
     #[arg(required = true)]
     paths: Vec<String>,
-    /// Folder for the copies, on ext4 or XFS, which nobody else may write to.
+    /// Folder for the copies, on ext4 or XFS. No other user may be able to write to it.
     #[arg(long)]
     to: PathBuf,
     /// File with the client key.
@@ -37,7 +37,7 @@ pub struct StageArgs {
 
 #[derive(Args)]
 pub struct ListArgs {
-    /// The folder.
+    /// Folder with copies.
     dir: PathBuf,
     #[arg(long)]
     json: bool,
@@ -45,12 +45,12 @@ pub struct ListArgs {
 
 #[derive(Args)]
 pub struct UnstageArgs {
-    /// The folder.
+    /// Folder with copies.
     dir: PathBuf,
     /// Copies, by the paths or names that `strake gds copies` shows.
     #[arg(required_unless_present = "all", conflicts_with = "all")]
     what: Vec<String>,
-    /// All that are in the folder.
+    /// Remove all copies in the folder.
     #[arg(long)]
     all: bool,
 }

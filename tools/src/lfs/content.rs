@@ -71,8 +71,12 @@ pub fn read(file: &File, size: u64, extent_size: u64, mut done: impl FnMut(u64))
         };
         let arriving: Vec<_> = (0..readers as u64).map(start).collect();
         for n in 0..pieces {
-            let stopped =
-                || Err(Unread { offset: n * PIECE, why: io::Error::other("its reader stopped") });
+            let stopped = || {
+                Err(Unread {
+                    offset: n * PIECE,
+                    why: io::Error::other("the reader of its data stopped"),
+                })
+            };
             match arriving[n as usize % readers].recv().unwrap_or_else(|_| stopped()) {
                 Ok((bytes, digest)) => {
                     whole.iter_mut().for_each(|w| w.update(&bytes));

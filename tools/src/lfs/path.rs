@@ -24,8 +24,9 @@ use super::{
     fs as mount,
 };
 
-pub const USAGE: &str = "lfs path [--json] PATH...   the connections of this mount to the servers that hold a file, and its bytes by road, and by \
-                         tier of GPU bridges; of a directory: to all\n";
+pub const USAGE: &str = "lfs path [--json] PATH...   show the connections of this mount to the \
+                         servers that hold a file, and its bytes by transport and by tier of GPU \
+                         bridges; of a directory: connections to all servers\n";
 const OPTIONS: &[Opt] = &[opt('\0', "json", Nothing)];
 
 pub fn read(args: Vec<OsString>) -> Result<Parsed, Failure> {
@@ -158,9 +159,11 @@ fn as_json(servers: &[Server]) -> Value {
 fn file_text(file: &[pb::FileRoad]) -> String {
     let moved: Vec<&pb::FileRoad> = file.iter().filter(|r| r.fetched + r.sent > 0).collect();
     if moved.is_empty() {
-        return "no bytes of it are counted: the mount counts those of a file while it has it in use\n".into();
+        return "no bytes of this file are counted: the mount counts them only while the file is \
+                in use\n"
+            .into();
     }
-    let mut rows = vec![["BYTES OF IT BY", "FETCHED", "SENT"].map(String::from).to_vec()];
+    let mut rows = vec![["BYTES OF FILE BY", "FETCHED", "SENT"].map(String::from).to_vec()];
     rows.extend(
         moved.iter().map(|r| vec![r.road.clone(), r.fetched.to_string(), r.sent.to_string()]),
     );
@@ -306,10 +309,10 @@ mod tests {
         ];
         assert_eq!(
             file_text(&file),
-            "BYTES OF IT BY  FETCHED  SENT\n\
-             tcp             10       4096\n\
-             rdma            1048576  5\n\
-             together        1048586  4101\n"
+            "BYTES OF FILE BY  FETCHED  SENT\n\
+             tcp               10       4096\n\
+             rdma              1048576  5\n\
+             together          1048586  4101\n"
         );
         let json = file_json(&file);
         assert_eq!(json["fetched"]["by_road"]["rdma"], 1 << 20);
@@ -318,7 +321,7 @@ mod tests {
             (&1_048_586.into(), &4101.into())
         );
         assert!(
-            file_text(&file[..1]).starts_with("no bytes of it are counted"),
+            file_text(&file[..1]).starts_with("no bytes of this file are counted"),
             "a file that was only opened"
         );
     }

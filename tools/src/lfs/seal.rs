@@ -164,8 +164,8 @@ fn seal(path: &Path, real: &Path, meter: &mut Meter) -> Result<pb::SealInfo, Fai
             let undo = before
                 .is_none()
                 .then(|| mount::seal_step(real, begun.id, Step::Undo(pb::SealUndo {})));
-            let left =
-                "; it is immutable without a manifest (`lfs seal` again, or `lfs seal --undo`)";
+            let left = "; it is immutable but has no manifest (run `lfs seal` again, or `lfs seal \
+                 --undo`)";
             f.text.push_str(if matches!(undo, Some(Ok(()))) { "; it is not sealed" } else { left });
             Err(f)
         }
@@ -218,7 +218,8 @@ fn refused(path: &Path, e: Errno) -> Failure {
         Errno::BUSY => Failure::new(
             libc::EBUSY,
             format!(
-                "'{path}' is open for writing, here or on another mount, or was just cut; it can be sealed once it is closed everywhere"
+                "'{path}' is open for writing, here or on another mount, or was just truncated; \
+                 seal it when it is closed everywhere"
             ),
         ),
         Errno::PERM => {

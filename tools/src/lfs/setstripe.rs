@@ -144,7 +144,8 @@ fn refused(what: &str, e: Errno) -> Failure {
         Errno::BUSY => Failure::new(
             libc::EBUSY,
             format!(
-                "{what}: the file is open for writing; its layout can be set once it is closed and still empty"
+                "{what}: the file is open for writing; set its layout when it is closed and still \
+                 empty"
             ),
         ),
         Errno::INVAL => {
@@ -153,7 +154,7 @@ fn refused(what: &str, e: Errno) -> Failure {
         Errno::NODEV => Failure::new(
             libc::ENODEV,
             format!(
-                "{what}: an OST asked for takes no new files now; see `lfs osts` and `strake status`"
+                "{what}: a requested OST takes no new files now; see `lfs osts` and `strake status`"
             ),
         ),
         e => Failure::os(what, e),

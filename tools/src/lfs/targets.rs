@@ -80,7 +80,7 @@ pub fn read(args: Vec<OsString>, map: &MapView) -> Result<(), Failure> {
 pub fn check(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
     let mut p = parse("check", NO_OPTIONS, args)?;
     if p.operands.is_empty() {
-        return Err(Failure::usage("check", "say what to check".into()));
+        return Err(Failure::usage("check", "name what to check".into()));
     }
     let what = p.operands.remove(0);
     let (mdts, osts) = match what.to_str() {

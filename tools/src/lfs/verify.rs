@@ -48,7 +48,7 @@ impl State {
             State::Verified => "OK",
             State::Agrees => "OK (not sealed)",
             State::NotSealed => "not sealed",
-            State::Unfinished => "not sealed to the end (`lfs seal` completes it)",
+            State::Unfinished => "not completely sealed (`lfs seal` completes it)",
             State::Failed => "not verified",
             State::Unreadable => "UNREADABLE",
             State::Differs => "FAILED",

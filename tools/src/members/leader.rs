@@ -21,7 +21,8 @@ pub(crate) struct Reach {
     /// Folder of a local cluster (see `strake up`).
     #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["mds", "cluster_key"])]
     pub dir: PathBuf,
-    /// Metadata servers, tcp:HOST:PORT, instead of a local cluster: any that are in the group.
+    /// Metadata servers, tcp:HOST:PORT, instead of a local cluster. Any members of the group will
+    /// do.
     #[arg(long, value_delimiter = ',', requires = "cluster_key")]
     mds: Vec<String>,
     /// File with the cluster key.
@@ -30,7 +31,7 @@ pub(crate) struct Reach {
     /// Print the outcome as JSON.
     #[arg(long)]
     pub json: bool,
-    /// How long to wait for servers and for new ones to catch up, in seconds.
+    /// How long to wait for servers, and for new ones to catch up, in seconds.
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     timeout: u64,
 }
@@ -71,7 +72,7 @@ pub(super) fn address(text: &str) -> Result<Endpoint> {
 
 impl Reach {
     /// The metadata servers, and the cluster key.
-    pub(crate) fn ways(&self) -> Result<(Vec<String>, [u8; 32])> {
+    pub(crate) fn servers_and_key(&self) -> Result<(Vec<String>, [u8; 32])> {
         match &self.cluster_key {
             Some(path) => Ok((self.mds.clone(), config::read_key(path)?)),
             None => {
@@ -84,7 +85,7 @@ impl Reach {
 
 impl Group {
     pub fn new(reach: &Reach) -> Result<Group> {
-        let (mds, key) = reach.ways()?;
+        let (mds, key) = reach.servers_and_key()?;
         let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
         let fabric = Roads::new(
             Env::system(),
@@ -181,7 +182,7 @@ impl Group {
 
     /// One attempt, at the leader if the first server asked knows it.
     pub async fn ask_once(&mut self, change: Option<Change>) -> Result<pb::MembersReply> {
-        let none = || Error::new(Code::Inval, "no metadata server is named");
+        let none = || Error::new(Code::Inval, "no metadata server is given");
         let mut at = self.finder.whom().ok_or_else(none)?;
         for _ in 0..HOPS {
             let mut asked = self.try_at(&at, change.clone()).await;
@@ -211,7 +212,7 @@ impl Group {
     pub async fn pause(&mut self, why: &str) -> Result<()> {
         self.progress.say(why);
         if Instant::now() >= self.deadline {
-            return Err(Error::new(Code::TimedOut, format!("the time is over ({why})")));
+            return Err(Error::new(Code::TimedOut, format!("the timeout is over ({why})")));
         }
         tokio::time::sleep(PAUSE).await;
         Ok(())

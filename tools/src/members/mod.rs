@@ -26,25 +26,25 @@ use plan::{Goal, Next};
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Show the members, who leads and who is behind.
+    /// Show the members, the leader, and who is behind.
     List(ListArgs),
-    /// Take new, empty servers in: they learn, catch up and then vote.
+    /// Add new, empty servers: they learn, catch up and then vote.
     Add(AddArgs),
-    /// Take a member out.
+    /// Remove a member.
     Remove(MemberArgs),
-    /// Hand leadership to a member.
+    /// Hand the leadership to a member.
     Transfer(MemberArgs),
-    /// Put a new, empty server in the place of a member.
+    /// Replace a member by a new, empty server.
     Replace(ReplaceArgs),
-    /// After a recovery: go on without storage targets that are lost for good.
+    /// After a recovery: continue without storage targets that are lost for good.
     GiveUp(GiveUpArgs),
-    /// Show what the folders of stopped metadata servers hold, and which one has the most.
+    /// Show what the folders of stopped metadata servers hold, and which one has most.
     Inspect(offline::InspectArgs),
-    /// Begin a group anew from the folder of a survivor when its majority is lost for good.
+    /// Begin a new group from the folder of a survivor when the majority is lost for good.
     Recover(offline::RecoverArgs),
     /// Write all metadata in a stopped server's folder to a file.
     Dump(offline::DumpArgs),
-    /// Make the first server of a group from a dump.
+    /// Make the first server of a new group from a dump.
     Load(offline::LoadArgs),
 }
 
@@ -74,7 +74,7 @@ pub struct AddArgs {
 
 #[derive(Args)]
 pub struct MemberArgs {
-    /// The member: its id or where it listens, tcp:HOST:PORT.
+    /// The member: its id, or the address where it listens, tcp:HOST:PORT.
     member: String,
     #[command(flatten)]
     reach: Reach,
@@ -82,7 +82,7 @@ pub struct MemberArgs {
 
 #[derive(Args)]
 pub struct ReplaceArgs {
-    /// The member that goes: its id or where it listens, tcp:HOST:PORT.
+    /// The member to remove: its id, or the address where it listens, tcp:HOST:PORT.
     old: String,
     /// Where the new server listens, tcp:HOST:PORT.
     new: String,
@@ -131,7 +131,7 @@ pub fn run(command: Command) -> Result<ExitCode> {
                 Ok(ExitCode::SUCCESS)
             }
             Err(e) if e.code == Code::TimedOut => {
-                eprintln!("strake: {e}; what was done so far stays: repeat the command to go on");
+                eprintln!("strake: {e}; completed steps stay: repeat the command to continue");
                 Ok(ExitCode::from(UNFINISHED))
             }
             Err(e) => Err(e),
@@ -175,7 +175,7 @@ impl Group {
         let r =
             self.ask(Some(Change::Learn(pb::MemberLearn { endpoint: endpoint.clone() }))).await?;
         if before.members.iter().all(|m| m.id != r.learner) {
-            self.say(format!("metadata server {} at {endpoint} learns", r.learner));
+            self.say(format!("metadata server {} at {endpoint} is a learner", r.learner));
         }
         self.taught.insert(r.learner, endpoint);
         Ok(r.learner)
@@ -216,7 +216,7 @@ impl Group {
             Error::new(
                 Code::NoEnt,
                 format!(
-                    "no metadata server {member} in the group; the members are {}",
+                    "metadata server {member} is not in the group; the members are {}",
                     all.join(", ")
                 ),
             )
@@ -227,7 +227,7 @@ impl Group {
         let id = self.id_of(member).await?;
         let (changed, now) = self.reach(&Goal::Remove(id)).await?;
         let said = match changed {
-            true => format!("metadata server {id} is no member any more and stops"),
+            true => format!("metadata server {id} is no longer a member and stops"),
             false => format!("metadata server {id} was removed before"),
         };
         Ok((said, now))
@@ -244,16 +244,16 @@ impl Group {
         let new = self.learn(new).await?;
         if old == new {
             let m = format!(
-                "metadata server {old} cannot take its own place; start another one with an id of its own"
+                "metadata server {old} cannot replace itself; start a new one with an id of its own"
             );
             return Err(Error::new(Code::Inval, m));
         }
         let (changed, now) = self.reach(&Goal::Replace { old, new }).await?;
         let said = match changed {
             true => format!(
-                "metadata server {new} is in the place of {old}, which is no member any more and stops"
+                "metadata server {new} replaced {old}, which is no longer a member and stops"
             ),
-            false => format!("metadata server {new} was put in the place of {old} before"),
+            false => format!("metadata server {new} had already replaced {old}"),
         };
         Ok((said, now))
     }
@@ -325,7 +325,7 @@ fn state(m: &pb::Member, now: &pb::MembersReply) -> Vec<&'static str> {
     let all = [
         (m.leaving, "leaving"),
         (knows && silent, "silent"),
-        (m.copying, "is given a copy of the state"),
+        (m.copying, "is receiving a copy of the state"),
         (knows && !silent && !m.copying && !plan::is_close(m, now.last_index), "behind"),
         (m.disk & 1 != 0, "disk full"),
         (m.disk & 2 != 0, "disk slow"),

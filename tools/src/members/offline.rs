@@ -24,7 +24,7 @@ use crate::config;
 
 #[derive(Args)]
 pub struct InspectArgs {
-    /// Folders of metadata servers that do not run.
+    /// Folders of stopped metadata servers.
     #[arg(required = true)]
     dirs: Vec<PathBuf>,
     /// Print it as JSON.
@@ -34,19 +34,21 @@ pub struct InspectArgs {
 
 #[derive(Args)]
 pub struct RecoverArgs {
-    /// Folder of the surviving metadata server, which must not run.
+    /// Folder of the surviving metadata server, which must be stopped.
     #[arg(long)]
     dir: PathBuf,
-    /// Folders of other survivors: to be sure that none of them has more.
+    /// Folders of other survivors, to make sure that none of them has more.
     #[arg(long, value_name = "DIR")]
     with: Vec<PathBuf>,
     /// The server's id from now on [default: the lowest that was never used].
     #[arg(long)]
     id: Option<u64>,
-    /// Begin an era higher than this: for a group that was recovered before, from something else.
+    /// Begin an era higher than this. Needed for a group that was recovered before from another
+    /// folder.
     #[arg(long, value_name = "ERA", default_value_t = 0)]
     beyond: u64,
-    /// Do it, knowing that what only the lost members had is lost. Without this nothing is changed.
+    /// Do it although changes that only the lost members had are lost. Without this option nothing
+    /// is changed.
     #[arg(long)]
     accept_loss: bool,
     /// Print plan and outcome as JSON.
@@ -56,10 +58,10 @@ pub struct RecoverArgs {
 
 #[derive(Args)]
 pub struct DumpArgs {
-    /// Folder of a metadata server that does not run.
+    /// Folder of a stopped metadata server.
     #[arg(long)]
     dir: PathBuf,
-    /// The file to write, `-` for standard output. It must not be there yet.
+    /// File to write, `-` for standard output. It must not exist yet.
     #[arg(long, short)]
     output: PathBuf,
     /// Print the outcome as JSON (to standard error if the dump goes to standard output).
@@ -71,7 +73,7 @@ pub struct DumpArgs {
 pub struct LoadArgs {
     /// The dump, `-` for standard input.
     file: PathBuf,
-    /// Folder to make: absent or empty.
+    /// Folder to create. It is absent or empty.
     #[arg(long)]
     dir: PathBuf,
     /// File with the cluster key.
@@ -80,7 +82,8 @@ pub struct LoadArgs {
     /// The server's id [default: the lowest that was never used].
     #[arg(long)]
     id: Option<u64>,
-    /// Begin an era higher than this: for a cluster that was recovered since the dump was made.
+    /// Begin an era higher than this. Needed for a cluster that was recovered after the dump was
+    /// made.
     #[arg(long, value_name = "ERA", default_value_t = 0)]
     beyond: u64,
     /// Print the outcome as JSON.
@@ -174,8 +177,8 @@ pub fn inspect(args: &InspectArgs) -> Result<ExitCode> {
 
 fn completeness(complete: bool) -> &'static str {
     match complete {
-        true => "with these folders nothing that was acknowledged can be missing",
-        false => "what was acknowledged last may be missing in all of these",
+        true => "with these folders no acknowledged change can be missing",
+        false => "the last acknowledged changes may be missing from all of these folders",
     }
 }
 
@@ -197,23 +200,24 @@ fn show_plan(p: &Plan) {
     );
     println!("group of incarnation {}: voters {}", p.from.incarnation, names(&p.from.voters));
     if p.resumed {
-        println!("a recovery was begun before and is gone on with");
+        println!("continues a recovery that was begun before");
     }
     println!(
         "kept: everything up to entry {} of term {}, {} of them from the log",
         p.last.0, p.last.1, p.entries
     );
     if let Some(why) = &p.log_lost {
-        println!("the log cannot be used, what it has beyond that is lost: {why}");
+        println!("the log cannot be used; its entries beyond that are lost: {why}");
     }
     match p.may_lose {
         true => println!(
-            "lost: changes that were acknowledged and that only other members have: new, renamed and removed files among them"
+            "lost: acknowledged changes that only other members have, such as new, renamed and \
+             removed files"
         ),
         false => println!("lost: nothing that was acknowledged"),
     }
     println!(
-        "all clients' sessions end: what they wrote and did not sync fails with EIO, their locks are gone"
+        "all client sessions end: data written but not synced fails with EIO, and locks are gone"
     );
     println!(
         "metadata server {member} becomes {to}, the only voter of incarnation {}",
@@ -221,7 +225,8 @@ fn show_plan(p: &Plan) {
     );
     if !p.gone.is_empty() {
         println!(
-            "never members again: {}; stop them where they run, and keep them from being started",
+            "can never be members again: {}; stop them where they run, and keep them from being \
+             started",
             names(&p.gone)
         );
     }
@@ -249,7 +254,7 @@ pub fn recover(args: &RecoverArgs) -> Result<ExitCode> {
         if args.json {
             println!("{:#}", plan_json(p, false));
         }
-        eprintln!("strake: nothing was changed; with --accept-loss it is done");
+        eprintln!("strake: nothing was changed; repeat it with --accept-loss");
         return Ok(ExitCode::from(NOT_ACCEPTED));
     }
     let mut progress = Progress::new();
@@ -303,7 +308,8 @@ pub fn dump(args: &DumpArgs) -> Result<ExitCode> {
     }
     if outcome.unapplied > 0 {
         eprintln!(
-            "strake: the log has {} more entries, which this server did not know to be agreed on when it stopped; they are not in the dump",
+            "strake: the log has {} more entries that were not known to be committed when this \
+             server stopped; they are not in the dump",
             outcome.unapplied
         );
     }
@@ -317,7 +323,7 @@ fn dump_to_file(args: &DumpArgs, progress: &mut Progress) -> Result<dump::Outcom
     if path.exists() {
         return Err(Error::new(
             Code::Exist,
-            format!("{} is there already; a dump replaces nothing", path.display()),
+            format!("{} exists already; a dump never overwrites a file", path.display()),
         ));
     }
     let mut part = path.clone().into_os_string();

@@ -37,7 +37,7 @@ pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
     let get = |id: u64| now.members.iter().find(|m| m.id == id);
     let was_removed = |id: u64| now.former.iter().any(|f| u64::from(*f) == id);
     let vanished =
-        |id: u64| Error::new(Code::NoEnt, format!("metadata server {id} is not a member any more"));
+        |id: u64| Error::new(Code::NoEnt, format!("metadata server {id} is no longer a member"));
     Ok(match goal {
         Goal::Add(ids) => {
             let mut learners = Vec::new();
@@ -53,9 +53,9 @@ pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
         Goal::Remove(id) => match get(*id) {
             None if was_removed(*id) => Next::Done,
             // Between the change and its record in the map.
-            None => Next::Wait(format!(
-                "metadata server {id} is out, the cluster map is brought up to date"
-            )),
+            None => {
+                Next::Wait(format!("metadata server {id} is out; the cluster map is being updated"))
+            }
             Some(m) if m.leaving => Next::Wait(format!("metadata server {id} is leaving")),
             Some(_) => step(vec![], vec![*id]),
         },
@@ -72,7 +72,8 @@ pub fn next(goal: &Goal, now: &pb::MembersReply) -> Result<Next> {
                 {
                     (true, _) => Ok(step(vec![], gone)),
                     (false, Some(o)) => Ok(Next::Wait(format!(
-                        "metadata server {} had the address of {new} before and was heard of just now",
+                        "metadata server {} had the address of {new} before and was heard from \
+                         just now",
                         o.id
                     ))),
                     (false, None) => next(&Goal::Remove(*old), now),
@@ -126,12 +127,12 @@ pub fn is_close(m: &pb::Member, last: u64) -> bool {
 fn progress(m: &pb::Member, last: u64) -> String {
     let id = m.id;
     match (m.heard_ms, m.copying, m.matched) {
-        (None, ..) => format!("metadata server {id} has not been heard of yet"),
+        (None, ..) => format!("metadata server {id} has not been heard from yet"),
         (Some(ms), ..) if ms > 5000 => {
-            format!("metadata server {id} was last heard of {} s ago", ms / 1000)
+            format!("metadata server {id} was last heard from {} s ago", ms / 1000)
         }
         (_, true, _) | (_, _, 0) => {
-            format!("metadata server {id} is being given a copy of the state")
+            format!("metadata server {id} is receiving a copy of the state")
         }
         (_, _, at) => format!("metadata server {id} has {at} of {last} log entries"),
     }

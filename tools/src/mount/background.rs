@@ -70,14 +70,14 @@ fn wait(section: &MountSection, mut child: Child, log: Option<(&Path, u64)>) -> 
     }
     if section.background() {
         eprintln!(
-            "{}: the cluster is away; trying on in the background",
+            "{}: the cluster does not answer; still trying in the background",
             section.mountpoint.display()
         );
         log.iter().for_each(|(path, _)| eprintln!("log: {}", path.display()));
         return Ok(ExitCode::SUCCESS);
     }
     let _ = child.kill();
-    Err(Error::new(Code::TimedOut, "neither mounted nor failed in time; see its log"))
+    Err(Error::new(Code::TimedOut, "the mount neither succeeded nor failed in time; see its log"))
 }
 
 /// The requested log file, which is appended to, or a new one in the mounts' folder; `None` where

@@ -81,7 +81,7 @@ pub(super) async fn serve(
     let gone = || Error::new(Code::Disconnected, "the supervisor is gone");
     let (order, mut fds) = link.receive().map_err(failed)?.ok_or_else(gone)?;
     if fds.is_empty() {
-        return Err(Error::new(Code::Protocol, "the supervisor sent no kept memory"));
+        return Err(Error::new(Code::Protocol, "the supervisor sent no handover memory"));
     }
     let keep = match Handover::open(fds.remove(0)) {
         Ok(k) => k,
@@ -101,7 +101,7 @@ pub(super) async fn serve(
     }
     let interim = match &order {
         Message::TakeOver => Interim::start(&keep, &fds).unwrap_or_else(|e| {
-            tracing::warn!("nobody answers for the mount until servers do: {e}");
+            tracing::warn!("the mount does not answer until servers do: {e}");
             None
         }),
         _ => None,
@@ -166,7 +166,7 @@ async fn obey(link: &Link, watch: &UnixDatagram, client: &Client) {
             Message::Count => {
                 let _ = link.send(&Message::Counts(counts(client)), &[]);
             }
-            m => tracing::warn!("the supervisor said {m:?} out of turn"),
+            m => tracing::warn!("unexpected message {m:?} from the supervisor"),
         }
     }
 }
@@ -265,7 +265,8 @@ fn lifeline(section: &MountSection, uuid: [u8; 16]) -> Option<Lifeline> {
         Ok(l) => Some(l),
         Err(e) => {
             tracing::warn!(
-                "a mount that is killed will not be missed before its session's term: {e}"
+                "if this mount is killed, servers notice it only when its session's term is over: \
+                 {e}"
             );
             None
         }

@@ -108,7 +108,7 @@ impl Call {
             'w' => self.options.push("rw".into()),
             _ => {
                 return Err(bad(format!(
-                    "'{arg}' is no argument of a mount helper; see docs/mounting.md"
+                    "'{arg}' is not an argument of a mount helper; see docs/mounting.md"
                 )));
             }
         }
@@ -156,7 +156,7 @@ impl Call {
             let keep = |o: &&str| !unknown.iter().any(|u| o.split('=').next() == Some(u));
             known.push(text.split(',').filter(keep).collect::<Vec<_>>().join(","));
             if self.verbose {
-                eprintln!("options that are not known: {}", unknown.join(", "));
+                eprintln!("unknown options: {}", unknown.join(", "));
             }
         }
         self.enter()?;

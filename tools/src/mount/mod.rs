@@ -50,14 +50,14 @@ const ONE_ROUND: Duration = Duration::from_secs(5);
 
 #[derive(Args)]
 pub struct MountArgs {
-    /// Metadata servers (HOST[:PORT], separated by commas) and what of the file system to mount,
-    /// MDS:/SUBTREE, then an existing folder. With --config: the folder or nothing.
+    /// Metadata servers (HOST[:PORT], separated by commas), then an existing folder. MDS:/SUBTREE
+    /// mounts a part of the file system. With --config: the folder or nothing.
     #[arg(value_names = ["MDS[:/SUBTREE]", "MOUNTPOINT"], num_args = 0..=2)]
     what: Vec<String>,
     /// Configuration file (TOML).
     #[arg(long, short)]
     config: Option<PathBuf>,
-    /// Options as mount(8) has them, by commas: ro, soft, timeout=30 and so on; see
+    /// Options as for mount(8), separated by commas: ro, soft, timeout=30 and so on. See
     /// docs/mounting.md.
     #[arg(short, long = "options")]
     options: Vec<String>,
@@ -65,22 +65,22 @@ pub struct MountArgs {
     #[arg(long)]
     client_key: Option<PathBuf>,
     /// How data goes to and from storage servers: auto (RDMA where both ends have it), tcp, or rdma
-    /// and nothing else.
+    /// (nothing else).
     #[arg(long)]
     fabric: Option<FabricKey>,
-    /// Let other users in.
+    /// Let other users access the mount.
     #[arg(long)]
     allow_other: bool,
     /// Mount read-only.
     #[arg(long)]
     read_only: bool,
-    /// Read from this replica of each chain only (0 = first), to verify copies one by one.
+    /// Read only from this replica of each chain (0 = first), to verify copies one by one.
     #[arg(long)]
     read_replica: Option<usize>,
     /// Stay in the foreground.
     #[arg(long, short)]
     foreground: bool,
-    /// What to log: error, warn, info, debug, or per module.
+    /// What to log: error, warn, info or debug; or a level per module, MODULE=LEVEL.
     #[arg(long)]
     log: Option<String>,
 }
@@ -326,7 +326,8 @@ fn load(args: &MountArgs, asked: &Options) -> Result<MountFile> {
     if let (Some(text), Some(Source { subtree: Some(of_source), .. })) = (text, source) {
         if let Some(other) = asked.subtree.as_ref().filter(|s| **s != of_source) {
             let m = format!(
-                "option 'subtree={other}' and the source '{text}' name two folders; leave one out"
+                "option 'subtree={other}' and the source '{text}' name different folders; leave \
+                 one out"
             );
             return Err(Error::new(Code::Inval, m));
         }
@@ -364,8 +365,8 @@ pub fn mount(args: &MountArgs, argv: Vec<OsString>) -> Result<ExitCode> {
     crate::init_log(&log);
     if key.servers.is_none() && socket.is_none() {
         tracing::warn!(
-            "key file {}: lacks the second line, by which servers are told from other clients that pose as one; renew it: \
-             `strake client-key --cluster-key FILE` on a server prints it",
+            "key file {}: lacks its second line, so a client that poses as a server is not \
+             detected. Print a new key file on a server: `strake client-key --cluster-key FILE`",
             file.client_key.display()
         );
     }
@@ -394,7 +395,7 @@ fn remount(args: &MountArgs, asked: &Options) -> Result<ExitCode> {
     let Some(dir) = args.what.last() else {
         return Err(Error::new(
             Code::Inval,
-            "option 'remount': name the folder that it is mounted at",
+            "option 'remount': name the folder where it is mounted",
         ));
     };
     let at = mounted_at(Path::new(dir))?.ok_or_else(|| not_mounted(Path::new(dir)))?;
@@ -477,7 +478,7 @@ async fn connect_with(
         {
             Ok(_) => {}
             Err(e) if all => return Err(e),
-            Err(e) => tracing::warn!("what is on it waits: {e}"),
+            Err(e) => tracing::warn!("access to data on this server waits: {e}"),
         }
     }
     Ok(client)
@@ -508,7 +509,7 @@ pub fn make_way(mountpoint: &Path) -> Result<()> {
     while let Some(m) = mounted_at(mountpoint)? {
         let busy = |why: &str| {
             let m = format!(
-                "{} is mounted already{why}; `strake umount` it first",
+                "{} is mounted already{why}; run `strake umount` first",
                 mountpoint.display()
             );
             Err(Error::new(Code::Busy, m))
@@ -519,7 +520,7 @@ pub fn make_way(mountpoint: &Path) -> Result<()> {
             State::Dead => {}
         }
         umount::take_off(&m)?;
-        eprintln!("{}: took off a mount whose processes are gone", m.at.display());
+        eprintln!("{}: removed a mount whose processes are gone", m.at.display());
     }
     Ok(())
 }
@@ -603,8 +604,7 @@ mod tests {
         assert_eq!(of(&["--fabric", "rdma"]).unwrap().fabric, FabricKey::Rdma);
         assert_eq!(of(&["--fabric", "rdma", "-o", "fabric=tcp"]).unwrap().fabric, FabricKey::Tcp);
         assert!(
-            of(&["--fabric", "ib"])
-                .is_err_and(|e| e.contains("there are 'auto', 'tcp' and 'rdma'"))
+            of(&["--fabric", "ib"]).is_err_and(|e| e.contains("expected 'auto', 'tcp' or 'rdma'"))
         );
         assert!(
             of(&[]).unwrap().has_fabric().is_ok()

@@ -86,7 +86,7 @@ impl FromStr for FabricKey {
             "auto" => Ok(FabricKey::Auto),
             "tcp" => Ok(FabricKey::Tcp),
             "rdma" => Ok(FabricKey::Rdma),
-            _ => Err(bad(format!("option 'fabric={value}': there are 'auto', 'tcp' and 'rdma'"))),
+            _ => Err(bad(format!("option 'fabric={value}': expected 'auto', 'tcp' or 'rdma'"))),
         }
     }
 }
@@ -182,9 +182,9 @@ const OF_THE_KERNEL: [&str; 6] = ["user_id", "group_id", "blksize", "max_read", 
 const ELSEWHERE: [(&str, &str); 12] = [
     ("timeo", "use soft,timeout=SECONDS"),
     ("retrans", "use soft,timeout=SECONDS"),
-    ("intr", "a waiting program that is killed always goes at once"),
-    ("nointr", "a waiting program that is killed always goes at once"),
-    ("secret", "everybody would see it; use key_file=PATH"),
+    ("intr", "killing a waiting program always ends it at once"),
+    ("nointr", "killing a waiting program always ends it at once"),
+    ("secret", "other users would see the key; use key_file=PATH"),
     ("name", "there is one key for all clients; use key_file=PATH"),
     ("sec", "use key_file=PATH"),
     ("mount_timeout", "use retry=MINUTES"),
@@ -276,7 +276,7 @@ impl Options {
                     "fuser" => TransportKey::Fuser,
                     _ => {
                         return Err(bad(format!(
-                            "option 'transport={value}': there are 'dev' and 'fuser'"
+                            "option 'transport={value}': expected 'dev' or 'fuser'"
                         )));
                     }
                 });
@@ -293,7 +293,7 @@ impl Options {
                     "never" => FollowerKey::Never,
                     _ => {
                         return Err(bad(format!(
-                            "option 'follower_reads={value}': there are 'auto', 'always' and 'never'"
+                            "option 'follower_reads={value}': expected 'auto', 'always' or 'never'"
                         )));
                     }
                 });
@@ -327,7 +327,7 @@ fn split(text: &str) -> Result<Vec<&str>> {
                 parts.push(&text[start..i]);
                 start = i + 1;
             }
-            '\0' => return Err(bad("a NUL in the options".into())),
+            '\0' => return Err(bad("the options contain a NUL".into())),
             _ => {}
         }
     }

@@ -19,13 +19,14 @@ use super::{mounted_at, not_mounted, users};
 #[derive(Args)]
 pub struct UmountArgs {
     mountpoint: PathBuf,
-    /// Detach even if busy: open files go on until closed.
+    /// Detach even if busy. Open files keep working until they are closed.
     #[arg(long, short)]
     lazy: bool,
-    /// First end what waits for an answer: it gets ECONNABORTED, and every later call ENOTCONN.
+    /// First end calls that wait for an answer: they get ECONNABORTED, and every later call gets
+    /// ENOTCONN.
     #[arg(long, short)]
     force: bool,
-    /// How long to wait until all that was written is safe, seconds.
+    /// How long to wait until all written data is safe, in seconds.
     #[arg(long, default_value_t = PATIENCE, value_parser = clap::value_parser!(u64).range(..=super::LONGEST))]
     timeout: u64,
 }
@@ -75,10 +76,12 @@ fn unasked(e: &std::io::Error) -> String {
     match e.kind() {
         // No process has the socket.
         std::io::ErrorKind::ConnectionRefused => {
-            "its process is not to be found: if it was killed, what it had not made safe is lost"
-                .into()
+            "its process was not found: if it was killed, data that was not safe yet is lost".into()
         }
-        _ => format!("whether all is safe is not known, its process cannot be asked: {e}"),
+        _ => format!(
+            "it is not known whether all data is safe, because its process cannot be \
+                      asked: {e}"
+        ),
     }
 }
 
@@ -95,7 +98,8 @@ fn safe(mount: &Mounted, process: &mut Asker, limit: Duration) -> ExitCode {
     if end == End::NotYet {
         if is_elsewhere(mount, process) {
             eprintln!(
-                "{at}: unmounted here; another mount namespace still has it. All that was written is safe"
+                "{at}: unmounted here, but another mount namespace still has it. All written data \
+                 is safe"
             );
             return ExitCode::SUCCESS;
         }
@@ -104,12 +108,12 @@ fn safe(mount: &Mounted, process: &mut Asker, limit: Duration) -> ExitCode {
     let said = match end {
         End::Said(lost) if lost.is_empty() => return ExitCode::SUCCESS,
         End::Said(lost) => lost,
-        End::Silent => "its process was killed before it said that all is safe".into(),
+        End::Silent => "its process was killed before it reported that all data is safe".into(),
         End::NotYet => {
             let state = process.ask("state", ANSWER).unwrap_or_default();
             let state =
                 state.strip_prefix("state ").unwrap_or("its process does not say what is missing");
-            format!("{state}; its process goes on trying, SIGTERM to it gives up")
+            format!("{state}; its process keeps trying; SIGTERM makes it give up")
         }
     };
     eprintln!("{at}: unmounted, but {said}");

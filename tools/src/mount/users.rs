@@ -53,7 +53,10 @@ pub fn of(mount: &Mounted) -> Vec<String> {
         } else {
             "a process of another user, or "
         };
-        lines.push(format!("by {who}something that no process shows: a loop device, an NFS export, another namespace"));
+        lines.push(format!(
+            "by {who}something that no process shows, such as a loop device, an \
+                            NFS export or another namespace"
+        ));
     }
     lines
 }
@@ -69,7 +72,7 @@ fn lines_of(mount: Mounted, pid: u32) -> Vec<String> {
     });
     seen.recv_timeout(PATIENCE).unwrap_or_else(|_| {
         vec![format!(
-            "pid {pid}, {}: waits for something, and cannot be looked at before",
+            "pid {pid}, {}: waits in a call, and cannot be examined before that ends",
             command_of(pid)
         )]
     })
@@ -111,7 +114,8 @@ fn uses_of(mount: &Mounted, pid: u32) -> Vec<Use> {
     if all.is_empty() && waits(&proc) {
         all.push(Use {
             pid,
-            what: "waits in a call for servers that are away, of this mount or of another".into(),
+            what: "waits in a call for servers that do not answer, of this mount or of another"
+                .into(),
         });
     }
     all

@@ -243,7 +243,7 @@ fn a_group_without_a_majority_goes_on_from_a_survivor() {
     // While the survivor's server runs, `recover` refuses.
     refused(
         &offline(&["recover", "--accept-loss", "--dir"], &[&survivor]),
-        &["in use", "stop that first"],
+        &["in use", "stop that server first"],
     );
     for id in 1..=3 {
         w.kill_mds(id);
@@ -270,7 +270,7 @@ fn a_group_without_a_majority_goes_on_from_a_survivor() {
     assert_eq!(identity(), before, "nothing was changed");
     refused(
         &offline(&["recover", "--id", "2", "--dir"], &[&survivor]),
-        &["never given again", "4 is free"],
+        &["cannot be used again", "4 is free"],
     );
     let done = ok(&offline(&["recover", "--accept-loss", "--dir"], &[&survivor]));
     assert!(done.contains("metadata server 1 becomes 4") && done.contains("id = 4"), "{done}");
@@ -318,7 +318,7 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
     let made = dump(&w.folder(1), &file);
     ok(&made);
     assert!(json(&made)["records"].as_u64().unwrap() > FILES as u64);
-    refused(&dump(&w.folder(1), &file), &["is there already"]);
+    refused(&dump(&w.folder(1), &file), &["exists already"]);
     // The dump is readable for people.
     let lines = fs::read_to_string(&file).unwrap();
     assert!(
@@ -351,15 +351,15 @@ fn a_group_that_lost_everything_goes_on_from_a_dump() {
     for (bytes, words) in [
         (whole[..middle].to_vec(), &["line", "byte", "cut short"][..]),
         (flipped, &["line", "checksum"]),
-        (b"PK\x03\x04 something else\n".to_vec(), &["no dump"]),
-        (Vec::new(), &["no dump"]),
+        (b"PK\x03\x04 something else\n".to_vec(), &["not a dump"]),
+        (Vec::new(), &["not a dump"]),
         (newer.into_bytes(), &["line 1", "checksum"]),
     ] {
         fs::write(&bad, bytes).unwrap();
         refused(&load(&bad, &[]), words);
         assert!(!new.exists(), "nothing is left of it");
     }
-    refused(&load(&file, &["--id", "3"]), &["never given again"]);
+    refused(&load(&file, &["--id", "3"]), &["cannot be used again"]);
     assert!(!new.exists());
     let loaded = load(&file, &["--json"]);
     ok(&loaded);

@@ -335,7 +335,7 @@ fn files_are_cut_and_written_while_the_disk_below_a_target_is_full() {
         soon("it has left its chains", || match c.status() {
             Err(e)
                 if e.to_string()
-                    .contains("is out of its chains: the file system it is in is full") =>
+                    .contains("has left its chains, because its file system is full") =>
             {
                 Ok(())
             }

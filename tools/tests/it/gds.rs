@@ -163,7 +163,7 @@ fn a_driver_that_hangs_or_crashes_is_left_behind() {
         why[3],
         (
             "died".into(),
-            "the program that looked was killed by signal 6 before it had an answer".into()
+            "the probing program was killed by signal 6 before it had an answer".into()
         )
     );
 
@@ -177,10 +177,7 @@ fn a_driver_that_hangs_or_crashes_is_left_behind() {
     );
     assert_eq!(reasons(&v)[0].0, "no-dma-buf");
     let why = reasons(&json(&with(&["status", "--json", "--device=7"])));
-    assert_eq!(
-        why[3],
-        ("no-device".into(), "there is no device 7: they are numbered from 0 to 1".into())
-    );
+    assert_eq!(why[3], ("no-device".into(), "there is no device 7: the numbers are 0 to 1".into()));
 }
 
 /// One metadata server and two storage servers; stopped when dropped.
@@ -356,8 +353,7 @@ fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
     assert_eq!(out.status.code(), Some(1));
     let (shown, said) = (text(&out.stdout), text(&out.stderr));
     assert!(
-        shown.contains("there is no GPU in this run")
-            && shown.contains("ceiling: pinned copies alone"),
+        shown.contains("no GPU was used") && shown.contains("ceiling: pinned copies alone"),
         "{shown}"
     );
     assert!(
@@ -369,7 +365,7 @@ fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
     let shown = ok(&bench(&[]));
     assert!(shown.contains("bridge, 2 threads") && shown.contains("times the loop"), "{shown}");
     assert!(
-        shown.contains("checksums: host, not verified on the GPU: it was not asked for"),
+        shown.contains("checksums: host, not verified on the GPU: it was not requested"),
         "{shown}"
     );
     refused(&bench(&["--file=/none/x"]), &["/none/x"]);

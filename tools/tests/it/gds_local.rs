@@ -160,7 +160,7 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
     seal(&s, &other, &pattern(data.len() + 8)[8..], true);
     refused(
         &cluster.stage(&dir, &["/other"]),
-        &["bytes 0 to 4194304 are not what was sealed", "`lfs verify`"],
+        &["bytes 0 to 4194304 differ from what was sealed", "`lfs verify`"],
     );
     refused(&cluster.stage(&dir, &["/none"]), &["there is no such file"]);
     refused(&cluster.stage(&dir.join("none"), &["/model"]), &["none'", "No such file"]);
@@ -416,7 +416,7 @@ fn the_commands_of_the_page_work_on_a_mount() {
     let shown = ok(&sh.output().unwrap());
     for words in [
         "the policy require:local-gds can be met",
-        "6.0 MiB of a file that was there",
+        "6.0 MiB of an existing file",
         "usable",
         "removed",
     ] {
@@ -454,7 +454,7 @@ fn a_full_file_system_is_told_and_nothing_stays_there() {
     s.close(f).unwrap();
     let f = s.open_file("/large", 0, 0).unwrap();
     seal(&s, &f, &data, true);
-    refused(&cluster.stage(dir.path(), &["/large"]), &["there is no room for 2097152 bytes"]);
+    refused(&cluster.stage(dir.path(), &["/large"]), &["has no space for 2097152 bytes"]);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     s.close(f).unwrap();
 }
@@ -501,7 +501,7 @@ fn cufile_is_looked_at_from_another_process() {
     assert_eq!(out.status.code(), Some(3), "{}", text(&out.stderr));
     let said = text(&out.stdout);
     let why = if Path::new("/proc/modules").exists() {
-        "there is no libcufile"
+        "libcufile is not available"
     } else {
         "cuFile would hang"
     };

@@ -366,12 +366,18 @@ fn what_cannot_be_is_refused_with_words() {
         ok(&strake().args(["mds", "list", "--dir"]).arg(g.dir()).output().unwrap())
             .contains("leader")
     );
-    refused(&g.mds(&["remove", "9"]), &["no metadata server 9", "the members are 1 at tcp:"]);
-    refused(&g.mds(&["transfer", "tcp:127.0.0.1:1"]), &["no metadata server tcp:127.0.0.1:1"]);
+    refused(
+        &g.mds(&["remove", "9"]),
+        &["metadata server 9 is not in the group", "the members are 1 at tcp:"],
+    );
+    refused(
+        &g.mds(&["transfer", "tcp:127.0.0.1:1"]),
+        &["metadata server tcp:127.0.0.1:1 is not in the group"],
+    );
     refused(&g.mds(&["transfer", "nonsense"]), &["'nonsense' is neither"]);
     refused(&g.mds(&["add", "127.0.0.1:1"]), &["127.0.0.1:1", "start it first"]);
     let other = g.address(2);
-    refused(&g.mds(&["replace", "2", &other]), &["cannot take its own place"]);
+    refused(&g.mds(&["replace", "2", &other]), &["cannot replace itself"]);
     assert!(ok(&g.mds(&["add", &other])).contains("is a member already"));
     // Another cluster's server, and another cluster's key.
     let b = Group::new(1, false);
@@ -379,7 +385,7 @@ fn what_cannot_be_is_refused_with_words() {
     fs::copy(b.dir().join("cluster.key"), g.dir().join("other.key")).unwrap();
     for command in [&["list"][..], &["remove", "1"]] {
         refused(&g.mds_at(&other, "other.key", "5", command), &["not this cluster's cluster key"]);
-        refused(&g.mds_at(&other, "client.key", "5", command), &["client.key", "a key of clients"]);
+        refused(&g.mds_at(&other, "client.key", "5", command), &["client.key", "a client key"]);
     }
     drop(b);
     // A new server with an id that is taken.

@@ -61,7 +61,7 @@ fn targets_are_emptied_replaced_and_removed_while_files_are_written() {
     // Of two named targets one can be removed, and the same command may be repeated. An id that
     // never existed is refused.
     let other = c.target_of(2).to_string();
-    let stays = format!("target {other} cannot be taken out");
+    let stays = format!("target {other} cannot be removed");
     refused(&c.run(&["target", "remove", &first.to_string(), &other]), &[&stays]);
     assert_eq!(c.targets().len(), 4);
     refused(&c.run(&["target", "remove", &first.to_string(), &other]), &[&stays]);
@@ -98,14 +98,14 @@ fn a_dead_target_is_replaced_by_another_and_what_cannot_move_is_said() {
     // Its chains with two copies are resynced elsewhere. A chain with one copy cannot be, and the
     // command says so.
     let out = c.run(&["target", "replace", &dead.to_string(), &heir.to_string()]);
-    refused(&out, &["nothing moves any more", "nobody alive is in sync"]);
+    refused(&out, &["nothing moves any more", "no replica in sync is alive"]);
     (0..30).for_each(|i| {
         assert!(fs::read(c.mnt().join(format!("f{i}"))).unwrap() == data(i), "file {i}")
     });
     // After a give-up, data that only it had is lost; here there is none. The target comes back, is
     // kept, and then its remaining data moves, too.
     let said = ok(&c.run(&["target", "give-up", &dead.to_string()]));
-    assert!(said.contains("nobody else had chains"), "{said}");
+    assert!(said.contains("no other target had chains"), "{said}");
     assert_eq!(c.target(dead)["replicas"], 0);
     ok(&c.up());
     ok(&c.run(&["target", "keep", &dead.to_string()]));
@@ -367,7 +367,10 @@ fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
         "{list}"
     );
     let status = text(&c.run(&["status"]).stdout);
-    assert!(status.contains(&format!("target {slow} is drained because it was slow")), "{status}");
+    assert!(
+        status.contains(&format!("target {slow} is being drained because it was slow")),
+        "{status}"
+    );
     c.until("all has moved", || c.target(slow)["replicas"] == 0);
     stop.store(true, Ordering::Relaxed);
     assert!(worker.join().unwrap() > 20);

@@ -218,7 +218,7 @@ impl File {
         let lost = |e: Error| match e.code {
             Code::NoSession => Error::new(
                 Code::Io,
-                "the session was lost during an append; the bytes may be there",
+                "the session was lost during an append; the bytes may have been written",
             ),
             _ => e,
         };

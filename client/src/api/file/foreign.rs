@@ -93,7 +93,8 @@ impl File {
             || sums.len() as u64 != from.len().div_ceil(BLOCK as u64)
         {
             return Err(wrong(
-                "foreign memory is written from a multiple of 4096 bytes on, with a checksum for each 4096",
+                "foreign memory is written at multiples of 4096 bytes, with a checksum for each \
+                 4096",
             ));
         }
         let end = offset.checked_add(from.len()).filter(|e| *e <= MAX_FILE_SIZE);
@@ -113,7 +114,7 @@ impl File {
         }
         Err(Error::new(
             Code::Busy,
-            "others of this client write the same bytes of the file all the time",
+            "other calls of this client keep writing the same bytes of the file",
         ))
     }
 

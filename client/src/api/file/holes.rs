@@ -21,7 +21,7 @@ impl File {
     ) -> Result<()> {
         self.check(self.is_writable(), "writing")?;
         if len == 0 {
-            return Err(Error::new(Code::Inval, "a hole of no bytes"));
+            return Err(Error::new(Code::Inval, "a hole must have at least one byte"));
         }
         let (me, end) = (self.clone(), offset.saturating_add(len).min(MAX_FILE_SIZE));
         if offset >= end {
@@ -69,7 +69,7 @@ impl File {
         self.check(true, "")?;
         h.core.writeback.send_held(&h.inode).await;
         let size = h.core.files.fresh_size(&h.inode).await?;
-        let none = || Error::new(Code::NxIo, "nothing but the end of the file is there");
+        let none = || Error::new(Code::NxIo, "there is no data or hole before the end of the file");
         if offset >= size {
             return Err(none());
         }

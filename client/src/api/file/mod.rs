@@ -228,7 +228,7 @@ impl Core {
                 let placed = Placed { layout, stripes };
                 let sealed: &[u8; CAP_LEN] = r.capability[..]
                     .try_into()
-                    .map_err(|_| bad("no capability for an open file"))?;
+                    .map_err(|_| bad("the answer to an open has no capability"))?;
                 let session = cap::peek(sealed).session;
                 let inode = self.files.inode(attr.ino, || Inode::new(attr, placed.clone()));
                 inode.set_placed(placed, &attr);
@@ -778,7 +778,7 @@ impl File {
             let r = h.core.files.meta_as_opener(&h.creds, vec![extend]).await?;
             let attr = r.first().and_then(|r| r.attr.as_ref());
             let attr = attr.ok_or_else(|| {
-                Error::new(Code::Protocol, "no attributes in the answer to an extension")
+                Error::new(Code::Protocol, "the answer to an extension has no attributes")
             })?;
             Ok(h.inode.take_attr(attr))
         };
@@ -894,7 +894,7 @@ impl Drop for Handle {
             if let Err(e) = core.sync_inode(&inode).await {
                 tracing::warn!(
                     ino = inode.ino,
-                    "a file that nobody closed could not be flushed: {e}"
+                    "a file that was dropped without close could not be flushed: {e}"
                 );
             }
             if let Some(open) = open {

@@ -204,7 +204,7 @@ impl Oss {
             return err(Code::BadCap, "capability for something else");
         }
         if cap.as_of <= s.faults.ended {
-            return err(Code::BadCap, "what the capability stands for has ended");
+            return err(Code::BadCap, "what the capability gave a right to has ended");
         }
         Ok(())
     }

@@ -63,24 +63,23 @@ pub enum Fault {
     None,
     /// A replica is reported as filled before it has flushed.
     FillsUnflushed,
-    /// A replica is reported as filled while an update is in flight that one that was lost has
-    /// shown.
+    /// A replica is reported as filled while an update is in flight that a lost replica has shown.
     FillsShown,
-    /// Replicas leave before they act on it.
+    /// Replicas leave before they know that they must.
     LeavesUnheard,
     /// An update is answered before the successor has it.
     AnswersEarly,
     /// Reads are answered without a lease.
     NoLease,
-    /// Clients take what they wrote for stable whoever flushed.
+    /// Clients count their writes as stable whoever flushed.
     AnyStamp,
     /// A restart changes nothing in the chain.
     RestartUnnoticed,
-    /// Reads are answered before the predecessor has spoken.
+    /// Reads are answered before the predecessor has confirmed the epoch.
     Unconfirmed,
-    /// A chunk is replaced whatever is there.
+    /// A chunk is replaced whatever its version is.
     PutsUnchecked,
-    /// What is known is called stable without a flush.
+    /// Known updates count as stable without a flush.
     KnownUnflushed,
     /// A SYNCING successor is not flushed with the others.
     FlushesServing,
@@ -88,10 +87,10 @@ pub enum Fault {
     AnyEpoch,
     /// A chunk is pushed as it was when its slot was asked for.
     PushesUnheld,
-    /// Clients do not say that they have given something up.
+    /// Clients do not say that they have given an update up.
     Roundless,
-    /// A program is told that its write failed before the head of the chain has heard of it, and
-    /// copies of it live for ever.
+    /// A program gets an error for its write before the head of the chain knows of it, and copies
+    /// of it stay in flight for ever.
     TellsAtOnce,
 }
 

@@ -152,7 +152,8 @@ pub enum Fault {
     Unsettled,
     /// The ticket is taken before the state is read.
     EarlyTicket,
-    /// Leases are noted after the state was read, and nobody looks whether it changed meanwhile.
+    /// Leases are noted after the state was read, and it is not checked whether it changed
+    /// meanwhile.
     LateGrant,
     /// An answer is kept whatever was voided since the request began.
     KeepsLate,
@@ -162,7 +163,7 @@ pub enum Fault {
     NoGrace,
     /// The sender's own copy is spared also when it is of a later connection.
     SparesLater,
-    /// Own changes that were given up are taken for over.
+    /// Own changes that were given up count as complete.
     ForgetsGivenUp,
     /// The answer to an own change is kept whatever was voided since the request began.
     KeepsOwnLate,
@@ -170,17 +171,17 @@ pub enum Fault {
     CountsFromAnswer,
     /// What one entry did to several inodes is not entangled.
     Unentangled,
-    /// What a full session is to forget counts as forgotten at once.
+    /// Leases that a full session must forget count as forgotten at once.
     RoomAtOnce,
     /// A copy of a request gives leases back again.
     DropsAgain,
-    /// Who looks at a file does not wait for what its writer has to report.
+    /// A read of a file does not wait for what its writer has to report.
     NotAsked,
-    /// Who looks shares a report that is on its way.
+    /// A read shares a report that is already in flight.
     SharesSent,
-    /// The answer is what was read before the report.
+    /// The answer is the state from before the report.
     NotReread,
-    /// Reports are said to be made before they are.
+    /// Reports count as made before they are.
     ReportsEarly,
 }
 

@@ -203,51 +203,51 @@ pub enum Action {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub enum Fault {
     None,
-    /// An open for writing does not wait for those who may hold something back.
+    /// An open for writing does not wait for clients that may hold dirty data.
     HoldersNotAsked,
-    /// It does not wait until others have forgotten the file.
+    /// It does not wait until other clients have forgotten the file.
     Unsettled,
-    /// Who was asked counts as holding nothing back, though he has not reported.
+    /// A client that was asked counts as one without dirty data, though it has not reported.
     AskedCounts,
-    /// Who has reported counts as holding nothing back, though he was left as the only writer
-    /// since.
+    /// A client that has reported counts as one without dirty data, though it was left as the only
+    /// writer since.
     ReportedForGood,
-    /// A new leader takes nobody for one who holds back.
+    /// A new leader assumes that no client holds dirty data.
     NewLeaderForgets,
     /// Becoming a writer recalls nothing.
     NoRecall,
-    /// Who looks does not wait for what writers have to report.
+    /// A read of the file does not wait for what writers have to report.
     NotAsked,
-    /// A lease is granted on what somebody else may write.
+    /// A lease is granted although another client may write.
     GrantsWritten,
-    /// Answers do not wait until storage servers have heard of evictions.
+    /// Answers do not wait until storage servers know of evictions.
     NotFenced,
-    /// Nor until they have done with what they had accepted.
+    /// Answers do not wait until storage servers have completed the updates they had accepted.
     FencedInWork,
-    /// What an evicted session did not report is left alone beside another writer.
+    /// Sizes that an evicted session did not report are ignored while there is another writer.
     EndIgnored,
-    /// The leader looks for it before the storage server has heard of the eviction.
+    /// The leader looks for the size before the storage server knows of the eviction.
     SeenEarly,
-    /// Who looked at the file before it was found is answered what he saw.
+    /// A client that read the file before its size was found gets the old answer.
     NotReadAgain,
     /// A new leader does not know of files that evicted sessions could write.
     NewLeaderUnfenced,
-    /// Nor of evicted sessions whose leases may still be alive.
+    /// A new leader does not know of evicted sessions whose leases may still be alive.
     NewLeaderIgnoresEvicted,
-    /// A release takes its session off the record though it has opened the file again.
+    /// A release removes its session from the writers though it has opened the file again.
     ReleasesLater,
-    /// A recall is acknowledged and not heeded.
+    /// A recall is acknowledged but not obeyed.
     NotHeeded,
     /// A report is made before the bytes are sent.
     EmptyReport,
     /// A report is made when the bytes are on their way.
     EarlyReport,
-    /// Whether a write may be held back is looked at before it is put there.
+    /// Whether a write may become dirty data is checked before the data is stored there.
     HoldsLate,
-    /// Bytes are held back after the term is over.
+    /// Dirty data is kept after the term is over.
     HoldsOn,
-    /// A program's write goes past what was held back before.
+    /// A program's write overtakes earlier dirty data.
     Overtakes,
-    /// What was written last does not lie over what is on its way.
+    /// Later bytes do not lie over bytes in flight.
     TwoOnTheirWay,
 }

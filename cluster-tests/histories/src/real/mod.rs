@@ -32,22 +32,22 @@ const PATIENCE: Duration = Duration::from_secs(180);
 /// How to reach the cluster, and what to do with it.
 #[derive(Args, Clone)]
 pub struct RealArgs {
-    /// The program that runs the cluster.
+    /// The strake program that runs the cluster.
     #[arg(long)]
     strake: PathBuf,
     /// Folder of the cluster, as given to `strake up`.
     #[arg(long)]
     dir: PathBuf,
-    /// Metadata servers, with commas.
+    /// Metadata servers, separated by commas.
     #[arg(long)]
     mds: String,
     /// Mounts of the cluster.
     #[arg(long, required = true)]
     mount: Vec<PathBuf>,
-    /// How many histories.
+    /// How many histories to record.
     #[arg(long, default_value_t = 50)]
     runs: u32,
-    /// Of the choice of operations and faults.
+    /// Seed for the choice of operations and faults.
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Where to keep histories that are not linearizable.

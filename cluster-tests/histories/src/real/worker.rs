@@ -40,17 +40,17 @@ pub struct WorkerArgs {
     /// Where the records go.
     #[arg(long)]
     out: PathBuf,
-    /// Also what is more than one step by way of a mount.
+    /// Also do operations that take more than one step through a mount.
     #[arg(long)]
     all: bool,
-    /// Mostly what only looks.
+    /// Mostly do operations that only read.
     #[arg(long)]
     looks: bool,
-    /// Metadata servers that do not lead are asked all that they may answer. Of the library only; a
+    /// Ask metadata servers that do not lead for all that they may answer. For the library only; a
     /// mount has an option for it.
     #[arg(long)]
     follow: bool,
-    /// The two directories, on a mount; without it the library is used.
+    /// The two directories, on a mount. Without it the library is used.
     #[arg(long)]
     path: Vec<PathBuf>,
     #[arg(long, value_delimiter = ',')]

@@ -153,7 +153,7 @@ async fn waited_for(tasks: Vec<JoinHandle<()>>) {
     for task in tasks {
         if tokio::time::timeout_at(end, task).await.is_err() {
             tracing::warn!(
-                "the kernel takes long to forget: a program may see for a moment what was true before"
+                "the kernel takes long to drop its cache: programs may see older data for a moment"
             );
             return;
         }
@@ -172,7 +172,7 @@ async fn all_gone(mut nodes: Vec<u64>, gone: impl Fn(u64) -> bool) {
 
 fn forget_names(channel: &Channel) {
     if let Err(e) = channel.notify(&notify::names_changed()) {
-        tracing::warn!("the kernel does not forget names: {e}");
+        tracing::warn!("the kernel did not drop cached names: {e}");
     }
 }
 
@@ -183,7 +183,7 @@ fn forget_inode(channel: &Channel, node: u64) -> bool {
         Ok(()) => true,
         Err(e) if e.kind() == io::ErrorKind::NotFound => false,
         Err(e) => {
-            tracing::warn!(node, "the kernel does not forget attributes: {e}");
+            tracing::warn!(node, "the kernel did not drop cached attributes: {e}");
             true
         }
     }

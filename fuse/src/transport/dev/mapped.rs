@@ -130,7 +130,7 @@ impl Mapped {
             let _place = place;
             match channel.notify(&notify::inode_changed(node, at, len)) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                    tracing::warn!(node, "the kernel does not give pages back: {e}");
+                    tracing::warn!(node, "the kernel did not give pages back: {e}");
                 }
                 _ => {}
             }

@@ -101,7 +101,7 @@ pub(crate) fn start(
         && let Some(c) = channels.first()
         && let Err(e) = c.notify(&notify::resend())
     {
-        tracing::warn!("asking the kernel for what was not answered: {e}");
+        tracing::warn!("asking the kernel to send unanswered requests again: {e}");
     }
     // Do this after the resend: requests that come again are in the queue before the leader is told
     // which locks programs still hold.

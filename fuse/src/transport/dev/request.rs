@@ -286,7 +286,11 @@ impl<'a> Fields<'a> {
 
     /// A name up to its NUL.
     fn name(&mut self) -> Result<Vec<u8>, Malformed> {
-        let end = self.0.iter().position(|b| *b == 0).ok_or(Malformed("a name without its end"))?;
+        let end = self
+            .0
+            .iter()
+            .position(|b| *b == 0)
+            .ok_or(Malformed("a name without its terminating zero"))?;
         let name = self.0[..end].to_vec();
         self.0 = &self.0[end + 1..];
         Ok(name)
@@ -377,7 +381,7 @@ pub fn write(args: &[u8], data: Buf) -> Result<Body, Malformed> {
     f.skip(8)?;
     let flags = f.u32()?;
     if size as usize != data.len() {
-        return Err(Malformed("a write of another length than its data"));
+        return Err(Malformed("a write whose size differs from its data"));
     }
     let has = |flag| write_flags & flag != 0;
     let from_mapping = has(abi::WRITE_CACHE);
@@ -525,7 +529,9 @@ fn xattr(opcode: u32, f: &mut Fields, ext: bool) -> Result<Body, Malformed> {
             }
             let name = f.name()?;
             let value =
-                f.0.get(..size as usize).ok_or(Malformed("a value shorter than it says"))?.to_vec();
+                f.0.get(..size as usize)
+                    .ok_or(Malformed("a value shorter than its size"))?
+                    .to_vec();
             Body::Setxattr { name, value, flags }
         }
     })

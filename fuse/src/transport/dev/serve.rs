@@ -156,7 +156,7 @@ impl Serve {
         moved.connect(channel);
         mapped.connect(channel);
         if !vfs.set_copies(Arc::new(Recalls { copies: copies.clone(), shared: shared.clone() })) {
-            tracing::warn!("another mount of this client keeps copies: here the kernel keeps none");
+            tracing::warn!("another mount of this client caches in the kernel; this one does not");
             *bounds = Timeouts { attr: Duration::ZERO, entry: Duration::ZERO };
         }
         // This daemon's client does not know the names that an earlier daemon told the kernel. For

@@ -83,7 +83,7 @@ impl Answer {
     fn send_now(&mut self, reply: &Reply) -> bool {
         self.sent = true;
         self.channel.send(self.unique, reply).unwrap_or_else(|e| {
-            tracing::error!("the kernel does not take the reply to request {}: {e}", self.unique);
+            tracing::error!("the kernel did not accept the reply to request {}: {e}", self.unique);
             let _ = self.channel.send(self.unique, &Reply::Error(libc::EIO));
             false
         })
@@ -146,7 +146,7 @@ impl Session {
         let first = channels
             .first()
             .cloned()
-            .ok_or_else(|| io::Error::other("a mount needs a descriptor"))?;
+            .ok_or_else(|| io::Error::other("a mount needs a descriptor of /dev/fuse"))?;
         let mut threads = Vec::new();
         for (i, channel) in channels.into_iter().enumerate() {
             let shared = shared.clone();
@@ -210,7 +210,7 @@ impl<H: Handler> Shared<H> {
         len: usize,
     ) {
         let Ok(request) = Head::read(&head[..len.min(WRITE_HEAD)]) else {
-            tracing::error!("a request of {len} bytes, less than its head");
+            tracing::error!("a request of {len} bytes, shorter than its header");
             return;
         };
         let is_silent = matches!(request.opcode, op::FORGET | op::BATCH_FORGET | op::INTERRUPT);
@@ -224,7 +224,7 @@ impl<H: Handler> Shared<H> {
         let body = if request.len as usize == len {
             self.body(request, head, rest, len)
         } else {
-            Err(request::Malformed("another length than its head says"))
+            Err(request::Malformed("a length that differs from the header's"))
         };
         match (body, answer) {
             (Err(e), answer) => {
@@ -307,7 +307,7 @@ impl<H: Handler> Shared<H> {
             }
             Outcome::TooOld => {
                 tracing::error!(
-                    "this kernel speaks FUSE {}.{}, older than can be served",
+                    "this kernel speaks FUSE {}.{}, which is too old",
                     asked.major,
                     asked.minor
                 );

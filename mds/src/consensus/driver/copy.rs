@@ -64,8 +64,10 @@ impl Driver {
         if chunk.number == 0 {
             if self.core.leader() == chunk.from && self.core.needs_no_copy(chunk.index, chunk.term)
             {
-                let _ =
-                    reply.send(Err(Error::new(Code::Exist, "this metadata server has that state")));
+                let _ = reply.send(Err(Error::new(
+                    Code::Exist,
+                    "this metadata server already has that state",
+                )));
                 return Ok(());
             }
             if let Some(e) = &self.stall.why {
@@ -75,7 +77,7 @@ impl Driver {
             if !self.core.wants_snapshot(chunk.from, chunk.index, chunk.term) {
                 let _ = reply.send(Err(Error::new(
                     Code::NotServing,
-                    "this metadata server wants no copy from there",
+                    "this metadata server expects no copy from there",
                 )));
                 return Ok(());
             }
@@ -93,8 +95,8 @@ impl Driver {
             return self.log.write(Job { restoring: Some(id), ..Job::of(op) });
         }
         if !self.copies.expects(&chunk) {
-            let _ = reply
-                .send(Err(Error::new(Code::Stale, "not the part of the copy that was expected")));
+            let _ =
+                reply.send(Err(Error::new(Code::Stale, "another part of the copy was expected")));
             return Ok(());
         }
         self.copies.take_pairs(&*self.sm, chunk, reply)

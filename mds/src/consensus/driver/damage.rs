@@ -30,7 +30,7 @@ impl Driver {
 
     fn give_up_state(&mut self) {
         tracing::warn!(
-            "this metadata server gives its damaged state up, and will copy that of another one"
+            "this metadata server discards its damaged state and will copy the state of another one"
         );
         let handed =
             self.stall.backlog.take().and_then(|work| work.entries.last().map(|e| e.index));
@@ -64,8 +64,7 @@ impl Driver {
         let waits = self.damage.found.is_some() && self.core.has_lost_state() && nobody;
         self.damage.leaderless_ticks = if waits { self.damage.leaderless_ticks + 1 } else { 0 };
         if self.damage.leaderless_ticks > PATIENCE * self.cfg.election_ticks.1 as u32 {
-            let m =
-                "its state is damaged, and nobody leads who could give it another; start it again";
+            let m = "its state is damaged, and no leader can give it another; start it again";
             return Err(Error::new(Code::Corrupt, m));
         }
         Ok(())

@@ -189,7 +189,7 @@ impl Driver {
         let fit = |id: &u64| group.get(*id).is_some_and(|m| m.disk == 0);
         if let Some(to) = group.successor().filter(fit) {
             let why = if disk & DISK_FULL != 0 { "full" } else { "slow" };
-            tracing::warn!(to, "hands leadership over: the disk here is {why}");
+            tracing::warn!(to, "hands the leadership over: the disk here is {why}");
             self.standing.yielded = now;
             self.core.transfer(to);
         }

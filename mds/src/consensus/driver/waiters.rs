@@ -43,7 +43,7 @@ impl Waiters {
                 Waiter::Change(w) if e.get_entry_type() == EntryType::EntryNormal => {
                     let _ = w.send(Err(Error::new(
                         Code::Busy,
-                        "another membership change was under way; try again",
+                        "another membership change was in progress; try again",
                     )));
                 }
                 Waiter::Change(w) => self.leaving_joint.push(w),
@@ -75,6 +75,7 @@ impl Waiters {
 }
 
 fn lost() -> Error {
-    let m = "this metadata server could not finish a change; it may or may not have been made";
+    let m = "this metadata server could not finish a change; it is not known whether the change \
+             was made";
     Error::new(Code::Disconnected, m)
 }

@@ -47,7 +47,7 @@ async fn what_the_leader_cannot_read_another_one_answers() {
         until("it keeps up", || raft(&w, leader).applied == raft(&w, w_leader(&w)).applied).await;
         let said = notices(&w, leader);
         assert!(
-            said.contains("damaged 1 times") && said.contains("look after its disk"),
+            said.contains("damaged 1 times") && said.contains("check its disk"),
             "{what}: {said}"
         );
         let good = w_leader(&w);

@@ -477,7 +477,7 @@ async fn who_has_pages_is_asked_for_them_as_long_as_somebody_waits() {
     assert_eq!(
         code(&mut c, pages(f, LockType::LockRead)).await,
         Some(Code::LockConflict),
-        "it is another's turn"
+        "another owner is next in turn"
     );
     let Op::SetLock(l) = pages(f, LockType::LockWrite) else { unreachable!() };
     assert_eq!(code(&mut b, Op::SetLock(pb::SetLock { wait: 1, ..l })).await, None);

@@ -167,7 +167,7 @@ async fn a_session_that_jumps_in_its_numbers_harms_itself_alone() {
     for seq in [u64::MAX, u64::MAX - 1, 1 << 63, a.seq + (1 << 48) + 1] {
         let r = numbered(&mut a, seq, seq, "jump");
         let e = a.send(&r).await.unwrap_err();
-        assert!(e.code == Code::Inval && e.message.contains("go up one by one"), "{seq}: {e}");
+        assert!(e.code == Code::Inval && e.message.contains("increase by one"), "{seq}: {e}");
     }
     let r = numbered(&mut a, 0, 0, "none");
     assert_eq!(a.send(&r).await.unwrap_err().code, Code::Inval);

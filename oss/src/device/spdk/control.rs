@@ -96,7 +96,7 @@ fn answers_memory(transport: &Transport) -> Result<()> {
     let is_virtual = Path::new(&function).join("physfn").exists();
     match header[COMMAND] {
         c if c != u8::MAX && (is_virtual || c & MEMORY != 0) => Ok(()),
-        _ => Err(Error::new(Code::NxIo, "the PCI function lets nobody access its memory")),
+        _ => Err(Error::new(Code::NxIo, "the PCI function allows no access to its memory")),
     }
 }
 
@@ -107,8 +107,9 @@ impl Controller {
         // reports that, and the controller then transfers nothing there.
         if let (Transport::Pcie(_), Some(limit)) = (&id.transport, lock_limit()) {
             let m = format!(
-                "{id}: this process may lock only {} KiB of memory, and a controller on PCIe must reach all of its buffers; run it \
-                 without a limit (LimitMEMLOCK=infinity, ulimit -l unlimited) or with CAP_IPC_LOCK",
+                "{id}: this process may lock only {} KiB of memory, but a controller on PCIe must \
+                 reach all of its buffers; run the server without a limit (LimitMEMLOCK=infinity, \
+                 ulimit -l unlimited) or with CAP_IPC_LOCK",
                 limit >> 10
             );
             return Err(Error::new(Code::Perm, m));
@@ -121,7 +122,7 @@ impl Controller {
             (env.api.spdk_nvme_transport_id_parse)(parsed.as_mut_ptr().cast(), text.as_ptr())
         };
         if rc != 0 {
-            return Err(Error::new(Code::Inval, format!("{id}: SPDK does not take it ({rc})")));
+            return Err(Error::new(Code::Inval, format!("{id}: SPDK does not accept it ({rc})")));
         }
         // SAFETY: a parsed transport id; no options.
         let at = unsafe { (env.api.spdk_nvme_connect)(parsed.as_ptr().cast(), ptr::null(), 0) };
@@ -129,12 +130,12 @@ impl Controller {
             let look = match id.transport {
                 Transport::Pcie(_) => "is it bound to vfio-pci?",
                 Transport::Tcp(_) | Transport::Rdma(_) => {
-                    "is its target up, and this host allowed there?"
+                    "is its target up, and does it allow this host?"
                 }
             };
             return Err(Error::new(
                 Code::NxIo,
-                format!("{id}: no such controller to be reached; {look}"),
+                format!("{id}: no such controller can be reached; {look}"),
             ));
         }
         let mut c = Controller { env, at, namespace: ptr::null_mut() };
@@ -259,7 +260,7 @@ impl Controller {
             // can vouch for them.
             shared.lost.store(true, SeqCst);
             tracing::error!(
-                "{id}: reset with writes that were not flushed; flushes fail until this target is opened anew"
+                "{id}: reset with unflushed writes; flushes fail until this target is opened again"
             );
         }
         let mut last = Error::new(Code::Io, "");
@@ -340,7 +341,7 @@ impl Controller {
         self.find(id.namespace).map_err(|e| e.context(id))?;
         match self.format()? {
             f if f == format => Ok(true),
-            _ => Err(Error::new(Code::Io, format!("{id}: another size or format than before"))),
+            _ => Err(Error::new(Code::Io, format!("{id}: its size or format has changed"))),
         }
     }
 }

@@ -134,7 +134,7 @@ fn start(core: usize) -> Result<Env> {
     // DPDK reorders the pointers, but does not write to the strings.
     let mut argv: Vec<*mut c_char> = text.iter().map(|a| a.as_ptr().cast_mut()).collect();
     let hint = if huge {
-        "are there hugepages (vm.nr_hugepages), and is this root?"
+        "are there hugepages (vm.nr_hugepages), and does the server run as root?"
     } else {
         "see its output above"
     };
@@ -152,8 +152,10 @@ fn start(core: usize) -> Result<Env> {
     // SAFETY: a constant string.
     let version = unsafe { CStr::from_ptr((api.rte_version)()) }.to_string_lossy().into_owned();
     if rc != 0 {
-        let m =
-            format!("SPDK does not work with {version} ({rc}): install the DPDK that came with it");
+        let m = format!(
+            "SPDK does not work with {version} ({rc}): install the DPDK that belongs to \
+                     it"
+        );
         return Err(Error::new(Code::OpNotSupp, m));
     }
     // SAFETY: SPDK's environment is there.
@@ -162,7 +164,8 @@ fn start(core: usize) -> Result<Env> {
     tracing::info!("SPDK on {version}; PCI devices allowed: {}", allowed.len());
     if !allowed.is_empty() && !virtual_addresses {
         tracing::warn!(
-            "no IOMMU that has room for this process's addresses: all data of devices on PCIe are copied, which costs more CPU"
+            "no IOMMU covers the addresses of this process: data of devices on PCIe is copied, \
+             which costs more CPU"
         );
     }
     Ok(Env {
@@ -181,9 +184,9 @@ impl Env {
     pub(super) fn claim(&'static self, id: &TransportId) -> Result<Claim> {
         let late = match id.transport {
             Transport::Pcie(at) if !self.allowed.contains(&at) => {
-                Some("looks at no PCI device but those that were")
+                Some("uses only the PCI devices of that time")
             }
-            Transport::Rdma(_) if !self.rdma => Some("was started without what RDMA needs"),
+            Transport::Rdma(_) if !self.rdma => Some("was started without support for RDMA"),
             _ => None,
         };
         if let Some(why) = late {
@@ -225,7 +228,8 @@ impl Env {
             r.full = true;
             let have = (r.held.len() * REGION) >> 20;
             tracing::warn!(
-                "SPDK registers no more than {have} MiB of buffers ({rc}); the rest is copied, which costs more CPU"
+                "SPDK registers no more than {have} MiB of buffers ({rc}); data in the other \
+                 buffers is copied, which costs more CPU"
             );
             return false;
         }

@@ -106,8 +106,7 @@ pub(super) fn load() -> Result<Api> {
     // SAFETY: it may be called before all others, and returns a constant string.
     let version = unsafe { CStr::from_ptr(version()) }.to_string_lossy();
     if is_too_old(&version) {
-        let m =
-            format!("the SPDK of this machine is too old, for it comes with {version}; {INSTALL}");
+        let m = format!("the SPDK of this machine is too old: it comes with {version}; {INSTALL}");
         return Err(Error::new(Code::OpNotSupp, m));
     }
     Api::find()
@@ -208,7 +207,7 @@ mod tests {
         for (version, said) in [
             (
                 "DPDK 20.11.0",
-                "OpNotSupp the SPDK of this machine is too old, for it comes with DPDK 20.11.0; build SPDK (v22.01 or later) ",
+                "OpNotSupp the SPDK of this machine is too old: it comes with DPDK 20.11.0; build SPDK (v22.01 or later) ",
             ),
             (
                 "DPDK 23.07.0",

@@ -203,7 +203,8 @@ impl SpdkDevice {
             device.reactors.push(thread);
             if has_pair.recv() != Ok(true) {
                 let m = format!(
-                    "{id}: the controller gives no queue pair for CPU {core}; name fewer in cores"
+                    "{id}: the controller gives no queue pair for CPU {core}; name fewer CPUs in \
+                     cores"
                 );
                 return Err(Error::new(Code::Busy, m));
             }
@@ -212,8 +213,12 @@ impl SpdkDevice {
     }
 
     async fn submit(&self, work: Work, offset: u64, len: u64) -> Result<Option<BufMut>> {
-        let gone =
-            || Error::new(Code::Io, format!("{}: its reactor has given it up", self.shared.name));
+        let gone = || {
+            Error::new(
+                Code::Io,
+                format!("{}: its reactor has given up the operation", self.shared.name),
+            )
+        };
         let change = match work {
             Work::Write(_) => Some(self.barrier.clone().read_owned().await),
             _ => None,

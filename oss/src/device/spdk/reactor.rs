@@ -132,7 +132,7 @@ impl Reactor {
     pub(super) fn serve(mut self) {
         if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
             tracing::error!(
-                "{}: a reactor panicked; its part of the operations fails from now on",
+                "{}: a reactor panicked; its share of the operations fails from now on",
                 self.shared.name
             );
             self.shared.queues[self.index].close();
@@ -217,7 +217,7 @@ impl Reactor {
         self.reap();
         if self.under_way > 0 {
             tracing::error!(
-                "{}: {} commands vanished with their queue",
+                "{}: {} commands were lost with their queue",
                 self.shared.name,
                 self.under_way
             );
@@ -319,8 +319,7 @@ impl Reactor {
         let (lba, blocks) = s.format.range(p.offset, p.len);
         let is_flush = matches!(a.op.work, Work::Flush);
         if is_flush && s.lost.load(SeqCst) {
-            let m =
-                "the controller was reset with writes that were not flushed; restart this target";
+            let m = "the controller was reset with unflushed writes; restart this target";
             return Err(Error::new(Code::Io, format!("{}: flush: {m}", s.name)));
         }
         if is_flush {
@@ -374,7 +373,7 @@ impl Reactor {
             n => {
                 let code = if n == libc::ENOMEM { Code::NoMem } else { Code::Io };
                 let why = format!(
-                    "SPDK does not take the command ({})",
+                    "SPDK does not accept the command ({})",
                     std::io::Error::from_raw_os_error(n)
                 );
                 Err(s.error(&a.op, Error::new(code, why)))
@@ -390,7 +389,7 @@ impl Reactor {
         let rc = unsafe { (self.shared.env.api.spdk_nvme_qpair_process_completions)(pair, 0) };
         let stalls = self.ended.borrow().is_empty() && self.progress.elapsed() > STALL;
         if stalls {
-            tracing::warn!("{}: no command ended for {} s", self.shared.name, STALL.as_secs());
+            tracing::warn!("{}: no command has ended for {} s", self.shared.name, STALL.as_secs());
         }
         if rc < 0 || stalls {
             self.broken();

@@ -117,7 +117,7 @@ impl TransportId {
         for word in rest.split_whitespace() {
             let (key, value) = word
                 .split_once([':', '='])
-                .ok_or_else(|| bad(format!("'{word}' is no KEY:VALUE")))?;
+                .ok_or_else(|| bad(format!("'{word}' is not KEY:VALUE")))?;
             let at = keys.iter().position(|k| k.eq_ignore_ascii_case(key));
             let at = at.ok_or_else(|| bad(format!("unknown key '{key}'")))?;
             if value.is_empty() || values[at].replace(value).is_some() {
@@ -133,15 +133,16 @@ impl TransportId {
         let transport = match &kind[..] {
             "PCIE" => {
                 if [family, port, subsystem].iter().any(Option::is_some) {
-                    return Err(bad("PCIe has traddr only".into()));
+                    return Err(bad("PCIe takes traddr only".into()));
                 }
                 let wrong =
-                    |()| bad(format!("'{address}' is no PCI address (as lspci -D prints it)"));
+                    |()| bad(format!("'{address}' is not a PCI address (as lspci -D prints it)"));
                 Transport::Pcie(address.parse().map_err(wrong)?)
             }
             "TCP" | "RDMA" => {
-                let address: IpAddr =
-                    address.parse().map_err(|_| bad(format!("'{address}' is no IP address")))?;
+                let address: IpAddr = address
+                    .parse()
+                    .map_err(|_| bad(format!("'{address}' is not an IP address")))?;
                 let said = if address.is_ipv4() { "IPv4" } else { "IPv6" };
                 if family.is_some_and(|f| !f.eq_ignore_ascii_case(said)) {
                     return Err(bad(format!("{address} is {said}")));
@@ -151,15 +152,15 @@ impl TransportId {
                     .parse()
                     .ok()
                     .filter(|p| *p > 0)
-                    .ok_or_else(|| bad(format!("'{port}' is no port")))?;
+                    .ok_or_else(|| bad(format!("'{port}' is not a port")))?;
                 let subsystem = need("subnqn", subsystem)?;
                 if !subsystem.starts_with("nqn.") || subsystem.len() > MOST_NQN {
-                    return Err(bad(format!("'{subsystem}' is no NVMe qualified name")));
+                    return Err(bad(format!("'{subsystem}' is not an NVMe qualified name")));
                 }
                 let remote = Remote { address, port, subsystem };
                 if kind == "TCP" { Transport::Tcp(remote) } else { Transport::Rdma(remote) }
             }
-            other => return Err(bad(format!("trtype '{other}' is none of PCIe, TCP, RDMA"))),
+            other => return Err(bad(format!("trtype '{other}' is not PCIe, TCP or RDMA"))),
         };
         let namespace = ns.unwrap_or("1").parse().ok().filter(|n| (1..u32::MAX).contains(n));
         let namespace = namespace.ok_or_else(|| bad("ns must be a number from 1".into()))?;
@@ -252,7 +253,7 @@ mod tests {
             (&format!("{tcp} cores:0-9999999999"), "cores must be"),
             (&format!("{tcp} traddr:127.0.0.2"), "given once"),
             (&format!("{tcp} priority:1"), "unknown key"),
-            (&format!("{tcp} x"), "no KEY:VALUE"),
+            (&format!("{tcp} x"), "not KEY:VALUE"),
             (&format!("{pcie} trsvcid:1"), "traddr only"),
         ] {
             let e = TransportId::parse(text).unwrap_err();

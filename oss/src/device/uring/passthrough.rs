@@ -131,7 +131,7 @@ impl Namespace {
                     format!("{name} is in use: /dev/{block} is mounted, part of another device, or another target's");
                 Error::new(Code::Busy, m)
             }
-            _ => Error::from(e).context(format!("{name}: /dev/{block}, which is the same namespace and must be held")),
+            _ => Error::from(e).context(format!("{name}: cannot hold /dev/{block}, which is the same namespace")),
         })?;
         let id = namespace_id(&file).map_err(about)?;
         let held = claim.metadata().ok().and_then(|m| kernel_name(&m));

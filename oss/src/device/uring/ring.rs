@@ -97,8 +97,9 @@ impl Registered {
         let Some(room) = rdma::for_ring() else {
             self.open = false;
             tracing::warn!(
-                "{device}: no more than {have} MiB of buffers are registered with io_uring, because RDMA needs the rest of the limit of locked \
-                 memory; what is not costs more CPU. Raise the limit (ulimit -l, LimitMEMLOCK=)."
+                "{device}: only {have} MiB of buffers are registered with io_uring, because RDMA \
+                 needs the rest of the limit of locked memory; unregistered buffers cost more \
+                 CPU. Raise the limit (ulimit -l, LimitMEMLOCK=)."
             );
             return None;
         };
@@ -115,8 +116,9 @@ impl Registered {
             Err(e) => {
                 self.open = false;
                 tracing::warn!(
-                    "{device}: cannot register more than {have} MiB of buffers with io_uring ({e}); the rest costs more CPU. \
-                     Raise the limit of locked memory (ulimit -l, LimitMEMLOCK=)."
+                    "{device}: cannot register more than {have} MiB of buffers with io_uring \
+                     ({e}); unregistered buffers cost more CPU. Raise the limit of locked memory \
+                     (ulimit -l, LimitMEMLOCK=)."
                 );
                 None
             }
@@ -173,7 +175,8 @@ fn build<S: squeue::EntryMarker, C: cqueue::EntryMarker>(
     match best {
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
             tracing::info!(
-                "this kernel's io_uring lacks deferred task running (Linux 6.1); going on without"
+                "this kernel's io_uring lacks deferred task running (Linux 6.1); continuing \
+                 without it"
             );
             IoUring::builder().build(entries)
         }
@@ -260,7 +263,7 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
     /// so they are never freed.
     fn give_up(&mut self, e: &std::io::Error) {
         tracing::error!(
-            "{}: io_uring fails ({e}); this device answers nothing any more",
+            "{}: io_uring fails ({e}); this device answers no more requests",
             self.node.name
         );
         self.queue.close();
@@ -312,7 +315,7 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         let Some(index) = self.vacant.pop() else {
             let _ = op.reply.send(Err(Error::new(
                 Code::Overloaded,
-                "more operations than the ring was made for",
+                "more operations than the ring has room for",
             )));
             return;
         };
@@ -469,7 +472,7 @@ impl<S: Entries, C: cqueue::EntryMarker + Into<cqueue::Entry>> Ring<S, C> {
         if namespace && p.fixed && result == -libc::EINVAL {
             if !std::mem::replace(&mut self.plain, true) {
                 tracing::info!(
-                    "{}: this kernel takes no registered buffers for NVMe commands",
+                    "{}: this kernel supports no registered buffers for NVMe commands",
                     self.node.name
                 );
             }

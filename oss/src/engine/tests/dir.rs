@@ -50,7 +50,7 @@ async fn half_made_and_incomplete_targets_are_told_apart() {
     create(&path).await.unwrap();
     fs::write(path.join("INCOMPLETE"), "").unwrap();
     let e = open(&path).await.err().unwrap();
-    assert!(e.code == Code::NoEnt && e.message.contains("half made"), "{e}");
+    assert!(e.code == Code::NoEnt && e.message.contains("only partly created"), "{e}");
     create(&path).await.unwrap();
     drop(open(&path).await.unwrap());
     for part in ["data", "table"] {

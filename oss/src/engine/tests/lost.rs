@@ -256,7 +256,8 @@ async fn a_table_as_of_an_earlier_flush_is_refused() {
         match n {
             5 => drop(bed.open().await),
             _ => {
-                refused(&bed, &format!("it is as of flush {}, the device knows of 6", n + 1)).await
+                refused(&bed, &format!("it is as of flush {}, but the device knows of 6", n + 1))
+                    .await
             }
         }
     }

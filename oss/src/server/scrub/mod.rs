@@ -95,7 +95,7 @@ pub(super) async fn run(ctx: Arc<Context>, replicas: Arc<Replicas>, target: Arc<
 fn note(target: &Target) {
     let position = target.scrub.state.lock().position;
     if let Err(e) = target.engine.notes().note_scrub_position(&position) {
-        tracing::warn!("target {}: cannot write down how far its scrub is: {e}", target.id());
+        tracing::warn!("target {}: cannot record the progress of its scrub: {e}", target.id());
     }
 }
 

@@ -123,7 +123,7 @@ impl Scrub {
     }
 
     pub(super) fn is_in_trouble(&self, what: &Error) {
-        tracing::error!("the scrub leaves something out: {what}");
+        tracing::error!("the scrub skips something: {what}");
         self.state.lock().trouble = what.to_string();
     }
 }

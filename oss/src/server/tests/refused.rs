@@ -63,7 +63,7 @@ async fn a_missing_disk_costs_its_target_alone_and_is_taken_in_when_it_is_back()
             r.why.contains(if empty { "data is missing" } else { "no such target folder" }),
             "{r:?}"
         );
-        until("a look", || refused(&b, 1).now.contains("looked at again every 5s")).await;
+        until("a look", || refused(&b, 1).now.contains("checked again every 5s")).await;
         assert!(b.notices().contains("target 1 is out of service"));
         // Its chain continues, and the folder is left alone.
         b.is_whole(0, 0, &want, "without it").await;
@@ -125,7 +125,7 @@ async fn a_target_of_another_cluster_and_a_copy_are_refused_by_name() {
     b.start(1).await;
     assert_eq!(b.serves(1), [1, 2]);
     let r = refused(&b, 1);
-    assert!(r.path.ends_with("twin") && r.why.contains("it is a copy"), "{r:?}");
+    assert!(r.path.ends_with("twin") && r.why.contains("one of them is a copy"), "{r:?}");
     b.is_whole(1, 1, &want, "beside its copy").await;
 }
 

@@ -202,12 +202,18 @@ async fn a_good_copy_that_is_away_is_waited_for() {
     for _ in 0..2 {
         let read = DataRequest { offset: 9000, len: 10, ..c.request(0, 1) };
         let e = c.call(0, opcode::READ, &read, &[]).await.unwrap_err();
-        assert!(e.code == Code::NotServing && e.message.contains("a replica is away"), "{e}");
+        assert!(
+            e.code == Code::NotServing && e.message.contains("a replica does not answer"),
+            "{e}"
+        );
         let e = c
             .call(0, opcode::WRITE, &c.write_request(1, 9000, b"part", 50), b"part")
             .await
             .unwrap_err();
-        assert!(e.code == Code::NotServing && e.message.contains("a replica is away"), "{e}");
+        assert!(
+            e.code == Code::NotServing && e.message.contains("a replica does not answer"),
+            "{e}"
+        );
     }
     assert!(
         c.read(0, 1, 12_288, 5000).await.unwrap().1 == want[1][12_288..17_288],

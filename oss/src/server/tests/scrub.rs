@@ -347,7 +347,7 @@ async fn damage_beneath_an_update_that_hangs_is_told_and_repaired_when_it_is_ove
     assert_eq!((counts(&s), s.findings.len(), s.running), ((1, 0, 0), 1, true), "{s:?}");
     let f = &s.findings[0];
     assert!(
-        !f.repaired && !f.gone && f.cause.contains("is being changed") && f.offset == 8192,
+        !f.repaired && !f.gone && f.cause.contains("has been changing") && f.offset == 8192,
         "{f:?}"
     );
     c.nodes[0].device.set_latency(&[Op::Write], Duration::ZERO);

@@ -86,7 +86,7 @@ fn admin_commands_find_the_key() {
             &["needs the cluster key", "--cluster-key", "STRAKE_CLUSTER_KEY"],
         );
     }
-    refused(&status(&[], Some(&of_clients)), &["client.key", "a key of clients"]);
+    refused(&status(&[], Some(&of_clients)), &["client.key", "a client key"]);
     let other = c.root.path().join("other.key");
     fs::write(&other, "07".repeat(32)).unwrap();
     fs::set_permissions(&other, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();

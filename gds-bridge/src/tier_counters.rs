@@ -31,12 +31,12 @@ struct Files {
 
 /// The counts of one bridge.
 #[derive(Default)]
-pub struct Tally {
+pub struct TierCounters {
     files: Mutex<Files>,
     changed: Notify,
 }
 
-impl Tally {
+impl TierCounters {
     pub(crate) fn add(&self, id: u64, direction: Direction, bytes: &ByTier<u64>) {
         let mut files = self.files.lock();
         files.turn += 1;
@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn bytes_add_up_by_file_and_the_oldest_is_forgotten() {
-        let t = Tally::default();
+        let t = TierCounters::default();
         t.add(7, Direction::Load, &by(Tier::BounceTcp, 10));
         t.add(8, Direction::Save, &by(Tier::Pageable, 5));
         t.add(7, Direction::Load, &by(Tier::Pageable, 1));

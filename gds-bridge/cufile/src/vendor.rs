@@ -14,7 +14,7 @@ use strake_gds::local::library::{Library, candidates};
 
 use crate::{
     abi::{self, Descriptor, Event, IoVec, Params, Status},
-    wrong::{Done, Wrong, say},
+    errors::{CallError, Done, say},
 };
 
 type Slabs = unsafe extern "C" fn(*const usize, *const usize, c_int) -> Status;
@@ -23,14 +23,14 @@ macro_rules! functions {
     ($($field:ident = $symbol:literal: $type:ty;)*) => {
         /// The real library's functions; older versions lack some.
         #[allow(missing_docs, reason = "named as in the interface")]
-        pub struct Real {
+        pub struct Vendor {
             library: Library,
             $(pub $field: Option<$type>,)*
         }
 
-        impl Real {
-            fn of(library: Library) -> Real {
-                Real {
+        impl Vendor {
+            fn of(library: Library) -> Vendor {
+                Vendor {
                     library,
                     // SAFETY: the symbol is a function of cuFile's interface with this type, or is
                     // missing.
@@ -114,7 +114,7 @@ pub type Stream = unsafe extern "C" fn(
     *mut c_void,
 ) -> Status;
 
-static REAL: OnceLock<Result<Real, String>> = OnceLock::new();
+static REAL: OnceLock<Result<Vendor, String>> = OnceLock::new();
 
 thread_local! {
     static INSIDE: Cell<u32> = const { Cell::new(0) };
@@ -129,7 +129,7 @@ fn open(name: &Path) -> Result<Library, String> {
     Ok(library)
 }
 
-fn load() -> Result<Real, String> {
+fn load() -> Result<Vendor, String> {
     // Opening its driver would hang where this file cannot be read.
     if let Err(e) = File::open("/proc/modules") {
         return Err(format!("the real libcufile would hang here: /proc/modules: {e}"));
@@ -139,25 +139,25 @@ fn load() -> Result<Real, String> {
         match open(&name) {
             Ok(library) => {
                 crate::driver::ends_before();
-                return Ok(Real::of(library));
+                return Ok(Vendor::of(library));
             }
             Err(why) => all.push(why),
         }
     }
-    Err(format!("no real libcufile: {}", all.join("; ")))
+    Err(format!("the real libcufile is not available: {}", all.join("; ")))
 }
 
-impl Real {
+impl Vendor {
     /// The real library. The search for it runs once.
-    pub fn get() -> Done<&'static Real> {
+    pub fn get() -> Done<&'static Vendor> {
         REAL.get_or_init(load).as_ref().map_err(|why| {
             say(|| why.clone());
-            Wrong::Op(abi::IO_NOT_SUPPORTED)
+            CallError::Op(abi::IO_NOT_SUPPORTED)
         })
     }
 
     /// The real library, if it has been opened.
-    pub fn known() -> Option<&'static Real> {
+    pub fn known() -> Option<&'static Vendor> {
         REAL.get()?.as_ref().ok()
     }
 
@@ -165,8 +165,8 @@ impl Real {
     /// library, they are passed back to it: see [`inside`].
     pub fn call<F: Copy, T>(&self, f: Option<F>, call: impl FnOnce(F) -> T) -> Done<T> {
         let Some(f) = f else {
-            say(|| "the real libcufile is older than what is asked of it".into());
-            return Err(Wrong::Op(abi::PLATFORM_NOT_SUPPORTED));
+            say(|| "the real libcufile is too old for this call".into());
+            return Err(CallError::Op(abi::PLATFORM_NOT_SUPPORTED));
         };
         struct Out;
         impl Drop for Out {
@@ -179,15 +179,15 @@ impl Real {
         Ok(call(f))
     }
 
-    /// As [`Real::call`], for a function that returns a status.
+    /// As [`Vendor::call`], for a function that returns a status.
     pub fn control<F: Copy>(&self, f: Option<F>, call: impl FnOnce(F) -> Status) -> Done<()> {
         let s = self.call(f, call)?;
         match s.err {
             abi::SUCCESS => Ok(()),
-            abi::CUDA_DRIVER_ERROR => Err(Wrong::Cuda(s.cu_err)),
+            abi::CUDA_DRIVER_ERROR => Err(CallError::Cuda(s.cu_err)),
             // Positive values are cuFile's codes. A negative value is none and is not passed on.
-            code if code > 0 => Err(Wrong::Op(code)),
-            _ => Err(Wrong::Op(abi::INTERNAL_ERROR)),
+            code if code > 0 => Err(CallError::Op(code)),
+            _ => Err(CallError::Op(abi::INTERNAL_ERROR)),
         }
     }
 
@@ -217,11 +217,12 @@ impl Real {
         }
         say(|| {
             format!(
-                "the real libcufile said {n} bytes where {} were asked for: taken for an error",
+                "the real libcufile returned {n} bytes although {} were requested: treated as an \
+                 error",
                 asked.most
             )
         });
-        Err(Wrong::Op(code.unwrap_or(abi::INTERNAL_ERROR)))
+        Err(CallError::Op(code.unwrap_or(abi::INTERNAL_ERROR)))
     }
 
     /// The same check for an event of a batch.
@@ -232,7 +233,7 @@ impl Real {
         }
     }
 
-    /// As [`Real::call`], for a function that moves bytes. Versions up to 1.15 return positive
+    /// As [`Vendor::call`], for a function that moves bytes. Versions up to 1.15 return positive
     /// codes from failed calls.
     pub fn moving<F: Copy>(
         &self,
@@ -243,13 +244,13 @@ impl Real {
         let n = self.call(f, call)?;
         match usize::try_from(n) {
             Ok(n) => self.bytes(n, asked),
-            Err(_) if n == -1 => Err(Wrong::Os(
+            Err(_) if n == -1 => Err(CallError::Os(
                 std::io::Error::last_os_error()
                     .raw_os_error()
                     .filter(|e| *e != 0)
                     .unwrap_or(libc::EIO),
             )),
-            Err(_) => Err(Wrong::Op(c_int::try_from(-n).unwrap_or(abi::INTERNAL_ERROR))),
+            Err(_) => Err(CallError::Op(c_int::try_from(-n).unwrap_or(abi::INTERNAL_ERROR))),
         }
     }
 
@@ -270,6 +271,6 @@ impl Real {
 
 /// The real library, if this thread is inside one of its functions. Then the library itself made
 /// this call, which is passed back unchanged.
-pub fn inside() -> Option<&'static Real> {
-    if INSIDE.get() == 0 { None } else { Real::known() }
+pub fn inside() -> Option<&'static Vendor> {
+    if INSIDE.get() == 0 { None } else { Vendor::known() }
 }

@@ -184,7 +184,7 @@ impl Local {
                 Err(_) if self.queue.withdraw(number) => {
                     return Err(failed(
                         Code::TimedOut,
-                        "other reads have not ended, and hold this one up",
+                        "other reads have not ended and block this one",
                     ));
                 }
                 Err(_) => {}
@@ -391,8 +391,7 @@ impl Inner {
     ) -> Result<Went, Stop> {
         let size = from.copy.sealed.size;
         if p.offset + p.len > size {
-            let m =
-                format!("the file ends after {size} bytes, in the middle of what was to be loaded");
+            let m = format!("the file ends after {size} bytes, within the range to load");
             return Err(Stop::Call(Error::new(Code::Io, m)));
         }
         let gone = || {
@@ -434,7 +433,7 @@ async fn copy_of(
     let sealed = network
         .sealed(ino)
         .await
-        .map_err(|e| none(format!("its seal cannot be asked: {}", e.message)))?;
+        .map_err(|e| none(format!("its seal cannot be read: {}", e.message)))?;
     let sealed = sealed.ok_or(Unavailable::NotSealed { ino })?;
     let (dir, cufile) = (dir.to_path_buf(), cufile.clone());
     let open = move || match Copy::open(&dir, &sealed) {
@@ -442,7 +441,7 @@ async fn copy_of(
             Err(none(format!("there is none in '{}': `strake gds stage` makes one", dir.display())))
         }
         Ok(Some(copy)) => {
-            Open::new(copy, &cufile).map_err(|f| none(format!("cuFile does not take it: {f}")))
+            Open::new(copy, &cufile).map_err(|f| none(format!("cuFile does not accept it: {f}")))
         }
         Err(e) => Err(none(e.message)),
     };

@@ -18,7 +18,7 @@ use strake_proto::{
 
 use crate::{
     abi,
-    wrong::{Done, Wrong, say},
+    errors::{CallError, Done, say},
 };
 
 /// `FUSE_SUPER_MAGIC`.
@@ -52,7 +52,7 @@ pub fn look(fd: c_int) -> Done<Kind> {
     // SAFETY: only reads the flags; any number is allowed.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
     if fd < 0 || flags < 0 {
-        return Err(Wrong::Op(abi::INVALID_VALUE));
+        return Err(CallError::Op(abi::INVALID_VALUE));
     }
     // SAFETY: it is open, and the program keeps it so for the time of the call.
     let file = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -74,25 +74,25 @@ pub fn look(fd: c_int) -> Done<Kind> {
         // files never bypass the bridge, whatever the policy says.
         say(|| {
             format!(
-                "descriptor {fd}: its mount is of type {KIND} and does not say which file it is"
+                "descriptor {fd}: its mount is of type {KIND} but does not say which file it is"
             )
         });
-        Err(Wrong::Op(abi::DRIVER_VERSION_MISMATCH))
+        Err(CallError::Op(abi::DRIVER_VERSION_MISMATCH))
     };
     let Some(answer) = ask::<FILE_BYTES>(fd, ioctl::FILE)? else { return unknown() };
     let answer = match OpenedFile::decode(&answer[..]) {
         Ok(a) => a,
         Err(e) if e.code == Code::OpNotSupp => {
             say(|| format!("descriptor {fd}: {e}"));
-            return Err(Wrong::Op(abi::DRIVER_VERSION_MISMATCH));
+            return Err(CallError::Op(abi::DRIVER_VERSION_MISMATCH));
         }
         // Another file system's answer, which uses the same ioctl number for something else.
         Err(_) => return unknown(),
     };
     believe(fd, &stat, &answer, mount.as_ref())?;
     if flags & libc::O_APPEND != 0 {
-        say(|| format!("descriptor {fd}: O_APPEND has no offset to write at"));
-        return Err(Wrong::Op(abi::INVALID_FILE_OPEN_FLAG));
+        say(|| format!("descriptor {fd}: O_APPEND gives no offset to write at"));
+        return Err(CallError::Op(abi::INVALID_FILE_OPEN_FLAG));
     }
     Ok(Kind::Ours(Found {
         uuid: answer.uuid,
@@ -118,7 +118,7 @@ fn asked<T>(fd: c_int, what: &str, mut f: impl FnMut() -> rustix::io::Result<T>)
             Err(Errno::INTR) => {}
             Err(e) => {
                 say(|| format!("descriptor {fd}: {what}: {e}"));
-                return Err(Wrong::Os(e.raw_os_error()));
+                return Err(CallError::Os(e.raw_os_error()));
             }
         }
     }
@@ -170,7 +170,10 @@ fn in_user_space(fd: c_int, stat: &Stat, mount: Option<&MountOf>) -> Done<bool> 
 fn believe(fd: c_int, stat: &Stat, answer: &OpenedFile, mount: Option<&MountOf>) -> Done<()> {
     let mut why = None;
     if answer.ino != stat.st_ino {
-        why = Some(format!("the mount says that inode {:#x} is {:#x}", stat.st_ino, answer.ino));
+        why = Some(format!(
+            "the mount answers about inode {:#x} with inode {:#x}",
+            stat.st_ino, answer.ino
+        ));
     } else {
         let me = rustix::process::geteuid().as_raw();
         // The id is from the user namespace in which the mount was made.
@@ -183,8 +186,8 @@ fn believe(fd: c_int, stat: &Stat, answer: &OpenedFile, mount: Option<&MountOf>)
         }
     }
     let Some(why) = why else { return Ok(()) };
-    say(|| format!("descriptor {fd} is not believed to be of a StrakeFS mount: {why}"));
-    Err(Wrong::Op(abi::PERMISSION_DENIED))
+    say(|| format!("descriptor {fd} is not accepted as one of a StrakeFS mount: {why}"));
+    Err(CallError::Op(abi::PERMISSION_DENIED))
 }
 
 /// The entry of a device in the table of mounts.
@@ -229,7 +232,7 @@ mod tests {
     #[test]
     fn what_is_no_descriptor_of_a_mount_is_told_apart() {
         for none in [-1, 1_000_000] {
-            assert!(matches!(look(none), Err(Wrong::Op(abi::INVALID_VALUE))));
+            assert!(matches!(look(none), Err(CallError::Op(abi::INVALID_VALUE))));
         }
         let kind = |path: &str| {
             use std::os::fd::AsRawFd;

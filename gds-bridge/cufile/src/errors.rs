@@ -12,7 +12,7 @@ use crate::{
 
 /// Why a call fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wrong {
+pub enum CallError {
     /// A code of cuFile's.
     Op(c_int),
     /// An error number of the CUDA driver.
@@ -21,8 +21,8 @@ pub enum Wrong {
     Os(c_int),
 }
 
-/// The result of a call that may fail with [`Wrong`].
-pub type Done<T> = Result<T, Wrong>;
+/// The result of a call that may fail with [`CallError`].
+pub type Done<T> = Result<T, CallError>;
 
 /// Logs a reason for people, because codes say little. `STRAKE_GDS_LOG` names a file or `stderr`.
 pub fn say(text: impl FnOnce() -> String) {
@@ -35,14 +35,14 @@ pub fn say(text: impl FnOnce() -> String) {
     }
 }
 
-impl Wrong {
+impl CallError {
     /// The return value of control calls. Errno values there come from opening files.
     pub fn status(self) -> Status {
         match self {
-            Wrong::Op(code) => Status::of(code),
-            Wrong::Cuda(cu_err) => Status { err: abi::CUDA_DRIVER_ERROR, cu_err },
-            Wrong::Os(libc::EACCES | libc::EPERM) => Status::of(abi::PERMISSION_DENIED),
-            Wrong::Os(_) => Status::of(abi::INTERNAL_ERROR),
+            CallError::Op(code) => Status::of(code),
+            CallError::Cuda(cu_err) => Status { err: abi::CUDA_DRIVER_ERROR, cu_err },
+            CallError::Os(libc::EACCES | libc::EPERM) => Status::of(abi::PERMISSION_DENIED),
+            CallError::Os(_) => Status::of(abi::INTERNAL_ERROR),
         }
     }
 
@@ -50,9 +50,9 @@ impl Wrong {
     /// value that could be a number of bytes.
     pub fn negative(self) -> isize {
         match self {
-            Wrong::Op(code) => -(code as isize),
-            Wrong::Cuda(_) => -(abi::CUDA_DRIVER_ERROR as isize),
-            Wrong::Os(errno) => {
+            CallError::Op(code) => -(code as isize),
+            CallError::Cuda(_) => -(abi::CUDA_DRIVER_ERROR as isize),
+            CallError::Os(errno) => {
                 // SAFETY: errno of the calling thread.
                 unsafe { *libc::__errno_location() = errno };
                 -1
@@ -60,68 +60,69 @@ impl Wrong {
         }
     }
 
-    /// As [`Wrong::negative`], for batch events, which have no errno: the negative errno itself.
+    /// As [`CallError::negative`], for batch events, which have no errno: the negative errno
+    /// itself.
     pub fn in_event(self) -> isize {
         match self {
-            Wrong::Os(errno) => -(errno as isize),
+            CallError::Os(errno) => -(errno as isize),
             other => other.negative(),
         }
     }
 
     /// The error of a call that moves bytes.
-    pub fn of_io(e: &Error) -> Wrong {
+    pub fn of_io(e: &Error) -> CallError {
         match e.code {
-            Code::OpNotSupp => Wrong::Op(abi::IO_NOT_SUPPORTED),
-            Code::NoDev => Wrong::Op(abi::CUDA_DRIVER_ERROR),
+            Code::OpNotSupp => CallError::Op(abi::IO_NOT_SUPPORTED),
+            Code::NoDev => CallError::Op(abi::CUDA_DRIVER_ERROR),
             // The client has stopped retrying: "try again" would make the program loop.
-            _ if e.errno() == libc::EAGAIN => Wrong::Os(libc::EIO),
-            _ => Wrong::Os(e.errno()),
+            _ if e.errno() == libc::EAGAIN => CallError::Os(libc::EIO),
+            _ => CallError::Os(e.errno()),
         }
     }
 
     /// The error of connecting to the cluster and opening a file there.
-    pub fn of_open(e: &Error) -> Wrong {
+    pub fn of_open(e: &Error) -> CallError {
         match e.code {
             Code::Access
             | Code::Perm
             | Code::RoFs
             | Code::NoEnt
             | Code::BadCap
-            | Code::Unauthenticated => Wrong::Op(abi::PERMISSION_DENIED),
-            Code::Inval => Wrong::Op(abi::INVALID_VALUE),
-            Code::NoDev => Wrong::Op(abi::DEVICE_NOT_FOUND),
-            _ => Wrong::Op(abi::INTERNAL_ERROR),
+            | Code::Unauthenticated => CallError::Op(abi::PERMISSION_DENIED),
+            Code::Inval => CallError::Op(abi::INVALID_VALUE),
+            Code::NoDev => CallError::Op(abi::DEVICE_NOT_FOUND),
+            _ => CallError::Op(abi::INTERNAL_ERROR),
         }
     }
 }
 
-impl From<&Fault> for Wrong {
-    fn from(f: &Fault) -> Wrong {
+impl From<&Fault> for CallError {
+    fn from(f: &Fault) -> CallError {
         match f {
-            Fault::Foreign { .. } | Fault::Freed { .. } => Wrong::Op(abi::CUDA_POINTER_INVALID),
-            Fault::Beyond { .. } => Wrong::Op(abi::CUDA_POINTER_RANGE_ERROR),
+            Fault::Foreign { .. } | Fault::Freed { .. } => CallError::Op(abi::CUDA_POINTER_INVALID),
+            Fault::Beyond { .. } => CallError::Op(abi::CUDA_POINTER_RANGE_ERROR),
             // CUDA_ERROR_STREAM_CAPTURE_*: the stream records a graph, and a call must not wait for
             // it.
-            Fault::Driver { code: 900..=908, .. } => Wrong::Op(abi::ASYNC_NOT_SUPPORTED),
-            Fault::Driver { code, .. } => Wrong::Cuda(*code),
+            Fault::Driver { code: 900..=908, .. } => CallError::Op(abi::ASYNC_NOT_SUPPORTED),
+            Fault::Driver { code, .. } => CallError::Cuda(*code),
             Fault::Damaged { .. } | Fault::Export { .. } | Fault::Sums { .. } => {
-                Wrong::Os(libc::EIO)
+                CallError::Os(libc::EIO)
             }
-            Fault::Detour { .. } | Fault::BadCopy { .. } => Wrong::Os(libc::EIO),
+            Fault::Detour { .. } | Fault::BadCopy { .. } => CallError::Os(libc::EIO),
             Fault::ContextGone
             | Fault::NoMemory { .. }
             | Fault::NotStraight { .. }
-            | Fault::Pin { .. } => Wrong::Op(abi::CUDA_DRIVER_ERROR),
+            | Fault::Pin { .. } => CallError::Op(abi::CUDA_DRIVER_ERROR),
         }
     }
 }
 
-impl From<&Unavailable> for Wrong {
-    fn from(why: &Unavailable) -> Wrong {
+impl From<&Unavailable> for CallError {
+    fn from(why: &Unavailable) -> CallError {
         match why {
-            Unavailable::NoDevice { .. } => Wrong::Op(abi::DEVICE_NOT_FOUND),
+            Unavailable::NoDevice { .. } => CallError::Op(abi::DEVICE_NOT_FOUND),
             Unavailable::Device(f) => f.into(),
-            _ => Wrong::Op(abi::CUDA_DRIVER_ERROR),
+            _ => CallError::Op(abi::CUDA_DRIVER_ERROR),
         }
     }
 }
@@ -133,22 +134,22 @@ pub fn caught<T>(f: impl FnOnce() -> Done<T>) -> Done<T> {
         let text = text
             .or_else(|| cause.downcast_ref::<String>().map(String::as_str))
             .unwrap_or("no text");
-        say(|| format!("a fault of this library: {text}"));
-        Err(Wrong::Op(abi::INTERNAL_ERROR))
+        say(|| format!("a bug in this library: {text}"));
+        Err(CallError::Op(abi::INTERNAL_ERROR))
     })
 }
 
 /// The body of a control call.
 pub fn control(f: impl FnOnce() -> Done<()>) -> Status {
-    caught(f).map_or_else(Wrong::status, |()| Status::OK)
+    caught(f).map_or_else(CallError::status, |()| Status::OK)
 }
 
 /// The body of a call that moves bytes. On success errno stays as it is.
 pub fn moving(f: impl FnOnce() -> Done<usize>) -> isize {
     // The number of bytes always fits into `isize`, because larger requests are refused.
     caught(f)
-        .and_then(|n| isize::try_from(n).map_err(|_| Wrong::Op(abi::INTERNAL_ERROR)))
-        .unwrap_or_else(Wrong::negative)
+        .and_then(|n| isize::try_from(n).map_err(|_| CallError::Op(abi::INTERNAL_ERROR)))
+        .unwrap_or_else(CallError::negative)
 }
 
 #[cfg(test)]
@@ -159,24 +160,24 @@ mod tests {
     fn nothing_that_went_wrong_looks_like_bytes() {
         for code in Code::ALL {
             let e = Error::new(*code, "x");
-            for w in [Wrong::of_io(&e), Wrong::of_open(&e)] {
+            for w in [CallError::of_io(&e), CallError::of_open(&e)] {
                 assert!(
                     w.negative() < 0 && w.in_event() < 0 && w.status().err >= 5000,
                     "{code:?}: {w:?}"
                 );
-                assert_ne!(w, Wrong::Os(libc::EAGAIN), "{code:?}");
+                assert_ne!(w, CallError::Os(libc::EAGAIN), "{code:?}");
             }
         }
         let fault = Fault::Driver { call: "x", code: 700, name: "y".into() };
-        assert_eq!(Wrong::from(&fault).status(), Status { err: 5011, cu_err: 700 });
-        assert_eq!(Wrong::from(&fault).negative(), -5011);
+        assert_eq!(CallError::from(&fault).status(), Status { err: 5011, cu_err: 700 });
+        assert_eq!(CallError::from(&fault).negative(), -5011);
     }
 
     #[test]
     fn a_panic_is_an_error_of_its_call() {
         assert_eq!(control(|| panic!("on purpose")), Status::of(abi::INTERNAL_ERROR));
         assert_eq!(moving(|| panic!("on purpose")), -5030);
-        assert_eq!(moving(|| Err(Wrong::Os(libc::ENOSPC))), -1);
+        assert_eq!(moving(|| Err(CallError::Os(libc::ENOSPC))), -1);
         assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::ENOSPC));
         assert_eq!(moving(|| Ok(usize::MAX)), -5030);
     }
