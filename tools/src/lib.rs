@@ -38,46 +38,46 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Run a metadata server; or, with a command, manage the group of them.
+    /// Run a metadata server. With a command: manage the group of metadata servers.
     Mds(serve::MdsArgs),
-    /// Run an object storage server.
+    /// Run a storage server.
     Oss(serve::OssArgs),
     /// Mount a file system.
     Mount(mount::MountArgs),
-    /// Unmount it and wait until everything written is safe.
+    /// Unmount a file system and wait until all written data is safe.
     Umount(mount::UmountArgs),
-    /// Show what a mount has counted: requests, bytes, what was answered from memory.
+    /// Show the counters of a mount: requests, bytes, answers from memory.
     Stats(mount::StatsArgs),
-    /// Start a cluster of real processes on this machine, or restart what is missing of it.
+    /// Start a cluster of real processes on this machine, or restart the missing ones.
     Up(dev::UpArgs),
-    /// Unmount and stop such a cluster; its data stays.
+    /// Unmount and stop a local cluster. Its data stays.
     Down(dev::DownArgs),
-    /// Empty, replace and remove storage targets while the file system is used.
+    /// Add, empty, replace and remove storage targets while the file system is in use.
     #[command(subcommand)]
     Target(targets::Command),
-    /// The same for all targets of a storage server.
+    /// Drain and remove all targets of a storage server.
     #[command(subcommand)]
     Node(nodes::Command),
-    /// Make, fill and remove pools of targets.
+    /// Create, fill and remove pools of targets.
     #[command(subcommand)]
     Pool(pools::Command),
-    /// Print or write the key file of clients.
+    /// Print or write the clients' key file.
     ClientKey(client_key::ClientKeyArgs),
     /// Show nodes, Raft, targets, chains and space.
     Status(status::StatusArgs),
-    /// Measure the file system beside what this machine can do at all.
+    /// Measure the file system, and beside it the limits of this machine.
     Bench(strake_bench::cluster::BenchArgs),
-    /// The mount that `bench` measures the kernel's FUSE with.
+    /// The mount with which `bench` measures the limit of FUSE.
     #[command(hide = true)]
     MemoryMount(strake_bench::cluster::MemoryArgs),
-    /// Cross-check metadata and stored chunks, and repair what differs if asked to.
+    /// Compare metadata with stored chunks. With --repair: repair what differs.
     Fsck(fsck::FsckArgs),
-    /// Have storage targets read all they hold and repair what is damaged; or show what was found.
+    /// Have storage targets verify all data they hold and repair damage. Or show what was found.
     Scrub(scrub::ScrubArgs),
-    /// Show which roads between files and GPU memory this machine has.
+    /// Show which paths between files and GPU memory this machine has.
     #[command(subcommand)]
     Gds(gds::Command),
-    /// The Lustre-like user tool (also by calling this binary `lfs`).
+    /// The user tool with Lustre's commands. The binary also runs it when called as `lfs`.
     #[command(disable_help_flag = true)]
     Lfs {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

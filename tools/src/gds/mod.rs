@@ -17,32 +17,32 @@ const SELF: &str = "/proc/self/exe";
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Show what this machine has, without moving a byte.
+    /// Show what this machine has, without moving any data.
     Status(LookArgs),
-    /// Move a pattern through every tier and back, and show how fast that went.
+    /// Move a pattern through every tier and back, and show how fast that was.
     Probe {
         #[command(flatten)]
         look: LookArgs,
-        /// End with 1 if no tier passed that this policy allows: prefer, at-least:TIER or
+        /// Exit with 1 if no tier passed that this policy allows: prefer, at-least:TIER or
         /// require:TIER.
         #[arg(long, default_value_t = Policy::Prefer)]
         policy: Policy,
     },
-    /// Measure loads and saves beside what the device can do at all and beside a loop of read and
-    /// copy, in one run.
+    /// Measure loads and saves in one run with the limit of the device and with a loop of read and
+    /// copy.
     Bench {
         #[command(flatten)]
         at: Device,
         #[command(flatten)]
         args: strake_bench::gpu::BenchArgs,
     },
-    /// Make copies of sealed files in a folder of this node, for the tier local-gds.
+    /// Copy sealed files to a folder of this node, for the tier local-gds.
     Stage(copies::StageArgs),
     /// List the copies in a folder of this node.
     Copies(copies::ListArgs),
     /// Remove copies from a folder of this node.
     Unstage(copies::UnstageArgs),
-    /// What `status` and `probe` start to look for them.
+    /// The program that `status` and `probe` start to look for devices.
     #[command(hide = true)]
     Look {
         #[command(flatten)]
@@ -52,7 +52,7 @@ pub enum Command {
         #[arg(long)]
         local: Option<PathBuf>,
     },
-    /// What opens cuFile's driver before another process does.
+    /// The program that opens cuFile's driver before another process does.
     #[command(hide = true)]
     LookCufile,
 }
@@ -61,7 +61,7 @@ pub enum Command {
 pub struct LookArgs {
     #[command(flatten)]
     at: Device,
-    /// Seconds after which a driver that does not answer is taken for hung.
+    /// Seconds after which a driver that does not answer counts as hung.
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=600))]
     timeout: u64,
     /// Folder with copies on this node, for the tier local-gds.
@@ -85,8 +85,8 @@ pub struct Device {
 enum Memory {
     /// On an NVIDIA GPU.
     Cuda,
-    /// In this machine's own memory, in place of a device: to see how it works. What is measured
-    /// says nothing about a GPU.
+    /// In this machine's host memory, in place of a device, to see how it works. The figures say
+    /// nothing about a GPU.
     Host,
 }
 
