@@ -86,6 +86,9 @@ pub struct Config {
     pub dead: Vec<[u8; 16]>,
     /// Memory for state that must outlive this process. The uuid in it overrides `uuid`.
     pub handover: Option<Arc<Handover>>,
+    /// The newest feature level that the metadata servers are told this program knows: lower than
+    /// [`strake_proto::FEATURE_LEVEL`] only in tests.
+    pub feature_level: u32,
 }
 
 impl Config {
@@ -115,6 +118,7 @@ impl Config {
             append_hold: Duration::from_millis(500),
             dead: Vec::new(),
             handover: None,
+            feature_level: strake_proto::FEATURE_LEVEL,
         }
     }
 }

@@ -340,7 +340,7 @@ impl Checker {
 }
 
 async fn ask(c: &dyn Connection, repair: pb::Repair) -> Result<()> {
-    let request = pb::MembersRequest { change: Some(Change::Repair(repair)) };
+    let request = pb::MembersRequest { change: Some(Change::Repair(repair)), levels: false };
     let body = Bytes::from(request.encode_to_vec());
     c.call(Message::new(opcode::MEMBERS, body), Duration::from_secs(10)).await.map(drop)
 }

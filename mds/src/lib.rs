@@ -6,6 +6,7 @@
 //! | `cluster` | the cluster map and its rules |
 //! | `leases` | what clients may cache |
 //! | `sessions` | when the leader last heard of each session, and what each has open |
+//! | `levels` | which feature level each process knows |
 //! | `lock_waiters` | lock waiters, and whose turn it is |
 //! | `request_dedup` | requests that are sent more than once have one outcome |
 //! | `recent_changes` | what the last log entries changed, for followers and storage servers |
@@ -23,6 +24,7 @@ pub mod cluster;
 pub mod consensus;
 mod data_dir;
 pub mod leases;
+mod levels;
 pub mod lock_waiters;
 pub mod namespace;
 pub mod offline;

@@ -14,6 +14,7 @@ pub mod ids;
 pub mod incarnation;
 pub mod ioctl;
 pub mod layout;
+pub mod level;
 pub mod map;
 pub mod opcode;
 pub mod ops;
@@ -31,6 +32,7 @@ pub use cap::{CapKey, Capability, Rights};
 pub use error::{Code, Error, Result};
 pub use ids::{ChainId, ChunkId, DataId, Fid, Ino, NodeId, SessionId, TargetId};
 pub use incarnation::{Incarnation, Kin};
+pub use level::FEATURE_LEVEL;
 
 /// Version of the wire protocol that this build speaks; the handshake picks the highest version
 /// that both ends support.

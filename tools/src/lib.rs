@@ -16,10 +16,12 @@ mod members;
 mod mount;
 mod nodes;
 mod pools;
+mod pretend;
 mod scrub;
 mod serve;
 mod status;
 mod targets;
+mod upgrade;
 
 use std::{ffi::OsString, path::Path, process::ExitCode};
 
@@ -61,6 +63,9 @@ enum Command {
     /// Create, fill and remove pools of targets.
     #[command(subcommand)]
     Pool(pools::Command),
+    /// Raise the feature level of a cluster once all its members run a newer version.
+    #[command(subcommand)]
+    Upgrade(upgrade::Command),
     /// Print or write the clients' key file.
     ClientKey(client_key::ClientKeyArgs),
     /// Show nodes, Raft, targets, chains and space.
@@ -116,6 +121,7 @@ pub fn main() -> ExitCode {
         Command::Target(c) => targets::run(c),
         Command::Node(c) => nodes::run(c),
         Command::Pool(c) => pools::run(c),
+        Command::Upgrade(c) => upgrade::run(c),
         Command::ClientKey(a) => client_key::run(&a),
         Command::Status(a) => status::status(&a),
         Command::Bench(a) => bench::bench(&a),

@@ -11,7 +11,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
     config::{self, Overrides},
-    members,
+    members, pretend,
 };
 
 #[derive(Args)]
@@ -118,7 +118,9 @@ pub fn mds(args: MdsArgs) -> Result<ExitCode> {
     crate::init_log(&log);
     raise_file_limit();
     crate::run(file.threads, async move {
-        let server = strake_mds::server::start_on_disk(file.mds, Env::system(), key).await?;
+        let mut cfg = file.mds;
+        cfg.pretend_level(pretend::feature_level());
+        let server = strake_mds::server::start_on_disk(cfg, Env::system(), key).await?;
         tracing::info!("metadata server is up at {}", server.endpoint());
         tokio::select! {
             biased;
@@ -156,8 +158,10 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
     raise_file_limit();
     crate::run(file.threads, async move {
         let mut hup = signal(SignalKind::hangup()).map_err(Error::from)?;
+        let cfg =
+            strake_oss::server::Config { feature_level: pretend::feature_level(), ..file.oss };
         let server =
-            strake_oss::server::start_on_disk_with(file.oss, Env::system(), key, reread).await?;
+            strake_oss::server::start_on_disk_with(cfg, Env::system(), key, reread).await?;
         tracing::info!("storage server is up at {}", server.endpoint());
         let mut end = std::pin::pin!(until_signal());
         loop {

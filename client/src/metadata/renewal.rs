@@ -51,6 +51,7 @@ impl Metadata {
                 incarnation: self.shared.map().map.incarnation,
                 write_back: self.shared.cfg.write_back,
                 proves: true,
+                level: self.shared.cfg.feature_level,
             };
             let mut at = self.shared.attempts_for("opening a session", limit);
             let body = Bytes::from(body.encode_to_vec());
@@ -167,6 +168,7 @@ impl Metadata {
                 lives_on,
                 incarnation,
                 client_uuid,
+                level: self.shared.cfg.feature_level,
             };
             let m = Message::new(opcode::SESSION_RENEW, body.encode_to_vec());
             Counters::add(&self.shared.stats.meta_requests, 1);

@@ -78,6 +78,7 @@ fn request(i: &mut Input) -> (Role, Message) {
         0 => (i.u16(), i.bytes().to_vec()),
         1 => {
             let r = pb::SessionOpenRequest {
+                level: strake_proto::FEATURE_LEVEL,
                 client_uuid: vec![i.u8() % 4; 16].into(),
                 ..Default::default()
             };
@@ -87,6 +88,7 @@ fn request(i: &mut Input) -> (Role, Message) {
             let opens = i.bytes().iter().map(|b| u64::from(*b)).collect();
             let (session, map_version) = (i.number(), i.number());
             let r = pb::SessionRenewRequest {
+                level: strake_proto::FEATURE_LEVEL,
                 session,
                 map_version,
                 reassert: i.u8() & 1 == 1,
@@ -185,6 +187,7 @@ fn register(i: &mut Input) -> Vec<u8> {
         follows: (i.u8() & 1 == 0).then(|| i.number()),
     };
     pb::RegisterRequest {
+        level: strake_proto::FEATURE_LEVEL,
         name: format!("oss{}", i.u8() % 4),
         endpoints: vec!["sim:50".into()],
         targets: (0..i.u8() % 4).map(|_| target(i)).collect(),
@@ -228,6 +231,7 @@ fn heartbeat(i: &mut Input) -> Vec<u8> {
         table_full: i.u8() & 1 == 1,
     };
     pb::HeartbeatRequest {
+        level: strake_proto::FEATURE_LEVEL,
         node: 1001 + u32::from(i.u8() % 4),
         map_version: i.number(),
         targets: (0..i.u8() % 4).map(|_| report(i)).collect(),
@@ -255,6 +259,7 @@ fn batch(i: &mut Input) -> Vec<u8> {
         })
         .collect();
     pb::RaftBatch {
+        level: strake_proto::FEATURE_LEVEL,
         from,
         to: 1,
         messages,
@@ -285,6 +290,7 @@ fn chunk(i: &mut Input) -> Vec<u8> {
         term: i.number(),
         cluster: Bytes::copy_from_slice(&CLUSTER),
         incarnation: (i.u8() & 1 == 1).then_some(0),
+        level: strake_proto::FEATURE_LEVEL,
     }
     .encode_to_vec()
 }

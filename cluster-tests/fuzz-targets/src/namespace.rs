@@ -7,7 +7,10 @@ use std::{collections::BTreeMap, ops::Bound, sync::Arc};
 use bytes::Bytes;
 use prost::Message;
 use strake_mds::{cluster::chain_table::make_chains, namespace::Namespace};
-use strake_proto::pb::{self, log_command::Command, op::Op, seal::Step};
+use strake_proto::{
+    FEATURE_LEVEL,
+    pb::{self, log_command::Command, op::Op, seal::Step},
+};
 use strake_store::{Batch, MemStore, MetaStore, Reader};
 
 use crate::input::Input;
@@ -46,6 +49,7 @@ impl Member {
             root_uid: 0,
             root_gid: 0,
             placement: 1,
+            level: 0,
         }));
         for n in 0..2u8 {
             let target = pb::RegisterTarget {
@@ -350,11 +354,24 @@ fn repair(i: &mut Input) -> pb::Repair {
     pb::Repair { what: Some(what) }
 }
 
+/// Whether a member must stop at the entry, because it needs a feature level that is not known here.
+fn is_of_later_program(raw: &Bytes) -> bool {
+    let level = match pb::LogCommand::decode(raw.clone()).ok().and_then(|c| c.command) {
+        Some(Command::RaiseLevel(r)) => r.to,
+        Some(Command::Format(f)) => f.level,
+        _ => 0,
+    };
+    level > FEATURE_LEVEL
+}
+
 /// A command made of choices or of arbitrary bytes.
 pub fn command(i: &mut Input) -> Bytes {
     let now = T0 + i64::from(i.u8());
     let c = match i.u8() % 24 {
-        0 => return Bytes::copy_from_slice(i.bytes()),
+        0 => {
+            let raw = Bytes::copy_from_slice(i.bytes());
+            return if is_of_later_program(&raw) { Bytes::new() } else { raw };
+        }
         1 => Command::SessionOpen(pb::SessionOpenRequest {
             client_uuid: vec![i.u8() % 4; 16].into(),
             ..Default::default()
@@ -387,6 +404,7 @@ pub fn command(i: &mut Input) -> Bytes {
             Command::EndFound(pb::EndFound { ino, fence, change, end })
         }
         14 => Command::ChainsAnew(pb::ChainsAnew { chains: map_update(i).chains }),
+        15 => Command::RaiseLevel(pb::RaiseLevel { to: u32::from(i.u8()) % (FEATURE_LEVEL + 1) }),
         13 => Command::Settings(pb::Settings { min_copies: u32::from(i.u8() % 5) }),
         _ => Command::Meta(pb::MetaRequest {
             session: u64::from(i.u8() % 4),

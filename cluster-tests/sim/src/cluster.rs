@@ -180,6 +180,8 @@ pub struct Cluster {
     pub session_term: Option<Duration>,
     /// How long the leader waits for a dead target before it rebuilds, if not the default.
     pub rebuild_after: Option<Duration>,
+    /// The feature level of the cluster at first, if it is not the newest.
+    pub first_level: Option<u32>,
     /// See [`Cluster::widen`].
     wide: Option<StdRng>,
     client_clocks: Vec<SimClock>,
@@ -245,6 +247,7 @@ impl Cluster {
             start,
             session_term: None,
             rebuild_after: None,
+            first_level: None,
             wide: None,
             client_clocks: Vec::new(),
             client_envs: Vec::new(),
@@ -364,6 +367,9 @@ impl Cluster {
             }
             if self.wide.is_some() {
                 config.limit_leases(SCARCE);
+            }
+            if let Some(level) = self.first_level {
+                config.begin_at_level(level);
             }
             self.mds[i].life = Some(Life::begin(env, mds_server::start(config, parts)));
         } else if let Some(i) = self.oss.iter().position(|o| o.node == node) {
@@ -585,6 +591,12 @@ impl Cluster {
     pub fn map(&self) -> Option<strake_proto::pb::ClusterMap> {
         let statuses = self.mds.iter().filter_map(|m| m.life.as_ref()?.ask(MdsServer::status));
         statuses.filter_map(|s| s.map).max_by_key(|m| m.version)
+    }
+
+    /// The feature level of the state of each metadata server that is up.
+    pub fn levels(&self) -> Vec<u32> {
+        let statuses = self.mds.iter().filter_map(|m| m.life.as_ref()?.ask(MdsServer::status));
+        statuses.filter_map(|s| s.map).map(|m| m.level).collect()
     }
 
     /// Whether, by the newest map of a metadata server, all replicas of all chains are in sync and

@@ -1,5 +1,6 @@
-//! An administrator replaces a metadata server by a new one while everything else goes on, as
-//! `strake mds replace` does.
+//! What an administrator does to the metadata servers while everything else goes on: one is
+//! replaced by a new one, as by `strake mds replace`, or the feature level of a cluster that was
+//! made at level 0 is raised, as by `strake upgrade finish`.
 
 use std::{
     sync::{
@@ -11,7 +12,7 @@ use std::{
 
 use prost::Message as _;
 use strake_fabric::{Endpoint, Fabric, Message, Role};
-use strake_proto::{Code, Error, Result, opcode, pb};
+use strake_proto::{Code, Error, FEATURE_LEVEL, Result, opcode, pb};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
@@ -23,6 +24,8 @@ use pb::members_request::Change;
 
 /// The administrator's number on the network.
 const ADMIN: u32 = 241;
+/// That of the one who raises the feature level.
+const UPGRADER: u32 = 243;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// How many entries a learner may be behind when it is made a voter.
 const CLOSE: u64 = 1000;
@@ -118,7 +121,7 @@ async fn leader(fabric: &Arc<SimFabric>) -> Result<(u32, pb::MembersReply)> {
 async fn ask(fabric: &Arc<SimFabric>, at: u32, change: Option<Change>) -> Result<pb::MembersReply> {
     let asked = async {
         let link = fabric.connect(&Endpoint::Sim(at), None).await?;
-        let body = pb::MembersRequest { change }.encode_to_vec();
+        let body = pb::MembersRequest { change, levels: true }.encode_to_vec();
         let answer = link.call(Message::new(opcode::MEMBERS, body), PATIENCE).await;
         link.close();
         answer
@@ -127,4 +130,57 @@ async fn ask(fabric: &Arc<SimFabric>, at: u32, change: Option<Change>) -> Result
         .await
         .unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer")))?;
     pb::MembersReply::decode(answer.body).map_err(|e| Error::new(Code::Protocol, e.to_string()))
+}
+
+/// An upgrade, under way or complete.
+pub struct Upgrade {
+    over: Arc<AtomicBool>,
+}
+
+impl Upgrade {
+    /// Raises the level from `after` on. `evict`: clients that have not reported do not count.
+    pub fn begin(cluster: &Cluster, after: Duration, evict: bool) -> Upgrade {
+        let (fabric, net) = (cluster.fabric(UPGRADER, Role::Server), cluster.net.clone());
+        let over = Arc::new(AtomicBool::new(false));
+        let done = over.clone();
+        tokio::spawn(async move {
+            sleep(after).await;
+            while !raise(&fabric, evict).await.unwrap_or(false) {
+                sleep(Duration::from_millis(200)).await;
+            }
+            net.note(&format!("the cluster has feature level {FEATURE_LEVEL}"));
+            done.store(true, Ordering::Relaxed);
+        });
+        Upgrade { over }
+    }
+
+    /// Waits until it is complete and every metadata server has the level; nothing may be broken
+    /// any more.
+    pub async fn ends(&self, cluster: &Cluster) -> Result<()> {
+        let begun = Instant::now();
+        while !self.over.load(Ordering::Relaxed)
+            || cluster.levels().iter().any(|l| *l != FEATURE_LEVEL)
+        {
+            if begun.elapsed() > RECOVERY {
+                let m = format!(
+                    "metadata servers have feature levels {:?} {RECOVERY:?} after the last fault",
+                    cluster.levels()
+                );
+                return Err(Error::new(Code::TimedOut, m));
+            }
+            sleep(Duration::from_millis(500)).await;
+        }
+        Ok(())
+    }
+}
+
+/// Asks the leader for the next level. Returns whether the cluster has the newest.
+async fn raise(fabric: &Arc<SimFabric>, evict: bool) -> Result<bool> {
+    let (at, now) = leader(fabric).await?;
+    let level = now.levels.map_or(0, |l| l.level);
+    if level == FEATURE_LEVEL {
+        return Ok(true);
+    }
+    let request = pb::RaiseRequest { to: level + 1, evict };
+    ask(fabric, at, Some(Change::Raise(request))).await.map(|_| false)
 }

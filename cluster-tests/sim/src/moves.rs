@@ -85,7 +85,7 @@ async fn decide(fabric: &Arc<SimFabric>, change: Change) -> Result<()> {
         }
     };
     let change = pb::members_request::Change::Target(change);
-    let body = pb::MembersRequest { change: Some(change) }.encode_to_vec();
+    let body = pb::MembersRequest { change: Some(change), levels: false }.encode_to_vec();
     let mut last = Error::new(Code::NotLeader, "nobody was asked");
     for at in ANY_MDS {
         let ask = async {

@@ -26,6 +26,7 @@ use crate::{
     leaks,
     ledger::{Kind, Ledger},
     lockers::{self, Locker, Model},
+    members::Upgrade,
     moves,
     net::Weather,
     savers::Saver,
@@ -64,6 +65,8 @@ pub struct Scenario {
     pub joins: bool,
     /// A metadata server is replaced by a new one during the run.
     pub replaces: bool,
+    /// The cluster is made at feature level 0, which is raised during the run.
+    pub upgrades: bool,
     /// Targets are drained, and later kept after all.
     pub moves: bool,
     /// Blocks decay on disks while servers are away; after a second and a half their replicas are
@@ -97,6 +100,7 @@ impl Scenario {
             message_every: ms(35),
             joins: seed.is_multiple_of(4) && !gentle,
             replaces: seed % 6 == 1 && !gentle,
+            upgrades: seed % 7 == 3,
             moves: seed.is_multiple_of(3) && !gentle,
             decays: false,
             tables: false,
@@ -400,6 +404,9 @@ async fn simulate(
         cluster.rebuild_after = Some(REBUILD);
         found.lock().decays = true;
     }
+    if s.upgrades {
+        cluster.first_level = Some(0);
+    }
     for node in cluster.nodes() {
         cluster.start(node).await.map_err(|e| e.context("at first"))?;
     }
@@ -412,9 +419,14 @@ async fn simulate(
         sleep(SESSION_TERM + Duration::from_secs(1)).await;
     }
     let mut crew = Crew::start(s, cluster, found).await?;
+    let half = s.length / 2;
+    let upgrade = s.upgrades.then(|| Upgrade::begin(cluster, half, s.seed.is_multiple_of(2)));
     harm(cluster, s.length, faults, &mut crew).await?;
     cluster.repair().await?;
     cluster.end_replacement().await?;
+    if let Some(upgrade) = upgrade {
+        upgrade.ends(cluster).await?;
+    }
     if s.moves {
         moves::keep_all(cluster).await?;
     }

@@ -201,6 +201,7 @@ impl Stranger {
         self.sessions += 1;
         let uuid = (u128::from(self.sessions) << 64 | 0xbad).to_be_bytes().to_vec();
         let open = pb::SessionOpenRequest {
+            level: strake_proto::FEATURE_LEVEL,
             client_uuid: uuid.into(),
             hostname: "stranger".into(),
             ..Default::default()
@@ -208,8 +209,13 @@ impl Stranger {
         let opened: pb::SessionOpenReply = call(&link, opcode::SESSION_OPEN, &open).await?;
         let (session, root) = (opened.session, opened.root);
         self.forge(&link, session).await?;
-        let renew =
-            pb::SessionRenewRequest { session, connection: 10, hello: true, ..Default::default() };
+        let renew = pb::SessionRenewRequest {
+            level: strake_proto::FEATURE_LEVEL,
+            session,
+            connection: 10,
+            hello: true,
+            ..Default::default()
+        };
         let without = pb::SessionRenewRequest { hello: false, ..renew.clone() };
         let renewed: pb::SessionRenewReply = call(&link, opcode::SESSION_RENEW, &without).await?;
         if renewed.lease_ms != 0 {

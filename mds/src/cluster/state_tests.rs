@@ -27,6 +27,7 @@ pub(crate) fn request(name: &str, uuids: &[u8]) -> pb::RegisterRequest {
         fs_uuid: bytes::Bytes::new(),
         incarnation: 0,
         rack: String::new(),
+        level: 0,
     }
 }
 

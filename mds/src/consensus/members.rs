@@ -39,6 +39,8 @@ pub struct Member {
     pub disk: u32,
     /// The stamp of its log, once it was heard of.
     pub stamp: Option<u64>,
+    /// The newest feature level that its program knows, once it was heard of.
+    pub level: Option<u32>,
 }
 
 /// The group as one member knows it.

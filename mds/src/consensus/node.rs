@@ -8,7 +8,7 @@ use prost::Message as _;
 use protobuf::Message as _;
 use raft::eraftpb;
 use strake_fabric::{Endpoint, Fabric, Message};
-use strake_proto::{Code, Error, Incarnation, Kin, Result, opcode, pb};
+use strake_proto::{Code, Error, Incarnation, Kin, Result, level, opcode, pb};
 use strake_runtime::{Env, watch};
 use tokio::sync::{mpsc, oneshot};
 
@@ -53,8 +53,18 @@ impl Node {
         let (words, words_rx) = mpsc::channel(64);
         let health = Arc::new(Health::default());
         let (id, cluster, stamp) = (cfg.id, cfg.cluster, image.stamp);
-        let sender =
-            Sender { id, cluster, stamp, env: env.clone(), fabric, health, words, sm: sm.clone() };
+        let (level, sm_of_sender) = (cfg.level, sm.clone());
+        let sender = Sender {
+            id,
+            cluster,
+            stamp,
+            level,
+            env: env.clone(),
+            fabric,
+            health,
+            words,
+            sm: sm_of_sender,
+        };
         let peers = Arc::new(Peers::new(sender));
         let (raft, raft_rx) = mpsc::channel(INBOX);
         let (proposals, proposals_rx) = mpsc::channel(cfg.queue.max(1));
@@ -192,6 +202,17 @@ impl Node {
         Ok(())
     }
 
+    /// `Stale` for a member whose program does not know the level of this member's state. Older
+    /// programs log this error, and no other, where everybody sees it.
+    fn check_level(&self, from: u64, knows: u32) -> Result<()> {
+        let (cluster, _) = self.peers.sender().sm.level();
+        level::check(knows, cluster, Code::Stale, || format!("metadata server {from}"))
+    }
+
+    fn ack(&self) -> Vec<u8> {
+        pb::RaftAck { level: self.cfg.level }.encode_to_vec()
+    }
+
     /// Compares incarnations with another server of this cluster; `member` if it is a metadata
     /// server. `NotMember`: the other server belongs to an incarnation of the group that is over.
     /// `NotLeader`: this one does, and stops, or the two were recovered separately.
@@ -216,6 +237,8 @@ impl Node {
         let batch =
             pb::RaftBatch::decode(body).map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
         self.check_address(batch.from, batch.to, &batch.cluster, batch.incarnation)?;
+        self.check_level(batch.from, batch.level)?;
+        self.peers.sender().sm.compare_level(batch.cluster_level, batch.level_index);
         let decode = |b: &Bytes| {
             let m = eraftpb::Message::parse_from_bytes(b)
                 .map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
@@ -227,11 +250,17 @@ impl Node {
         };
         let messages = batch.messages.iter().map(decode).collect::<Result<Vec<_>>>()?;
         let (reply, rx) = oneshot::channel();
-        let (from, stamp, applied, disk) = (batch.from, batch.stamp, batch.applied, batch.disk);
-        let batch =
-            Batch { from, stamp, applied, disk, endpoint: batch.endpoint.parse().ok(), messages };
+        let batch = Batch {
+            from: batch.from,
+            stamp: batch.stamp,
+            applied: batch.applied,
+            disk: batch.disk,
+            level: batch.level,
+            endpoint: batch.endpoint.parse().ok(),
+            messages,
+        };
         self.input(RaftInput::Batch(batch, reply), rx).await?;
-        Ok(Message::new(opcode::RAFT, pb::RaftAck {}.encode_to_vec()))
+        Ok(Message::new(opcode::RAFT, self.ack()))
     }
 
     async fn input(&self, input: RaftInput, answer: oneshot::Receiver<Result<()>>) -> Result<()> {
@@ -246,10 +275,11 @@ impl Node {
         let chunk = pb::SnapshotChunk::decode(body)
             .map_err(|e| Error::new(Code::Protocol, e.to_string()))?;
         self.check_address(chunk.from, chunk.to, &chunk.cluster, chunk.incarnation)?;
+        self.check_level(chunk.from, chunk.level)?;
         chunk.pairs.iter().try_for_each(|p| strake_store::check_key(&p.key))?;
         let (reply, rx) = oneshot::channel();
         self.input(RaftInput::Chunk(chunk, reply), rx).await?;
-        Ok(Message::new(opcode::SNAPSHOT, pb::RaftAck {}.encode_to_vec()))
+        Ok(Message::new(opcode::SNAPSHOT, self.ack()))
     }
 
     /// Hands leadership to `to`, or with 0 to the best successor. Returns when this member no

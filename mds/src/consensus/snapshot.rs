@@ -54,6 +54,8 @@ pub(super) async fn send(s: Arc<Sender>, out: Outgoing) -> Result<()> {
 
 async fn send_over(s: &Sender, out: &Outgoing, conn: &dyn Connection) -> Result<()> {
     let to = out.message.to;
+    let knows = s.greet(to, conn).await?;
+    s.may_have(to, knows, &[])?;
     let mut after: Option<Bytes> = None;
     for number in 0.. {
         let (pairs, last) = read_chunk(&*out.view, after.as_ref())?;
@@ -70,6 +72,7 @@ async fn send_over(s: &Sender, out: &Outgoing, conn: &dyn Connection) -> Result<
             term: out.term,
             cluster: s.cluster.to_vec().into(),
             incarnation: s.sm.incarnation().map(|i| i.0),
+            level: s.level,
         };
         match conn.call(Message::new(opcode::SNAPSHOT, chunk.encode_to_vec()), CALL_TIMEOUT).await {
             Ok(_) if last => break,

@@ -16,7 +16,7 @@ use prost::Message as _;
 use protobuf::Message as _;
 use raft::eraftpb;
 use strake_fabric::{Connection, Endpoint, Fabric, Message};
-use strake_proto::{Code, Result, opcode, pb};
+use strake_proto::{Code, Result, level, opcode, pb};
 use strake_runtime::Env;
 use tokio::{sync::mpsc, task::JoinHandle};
 
@@ -33,6 +33,8 @@ pub(super) struct Sender {
     pub id: u64,
     pub cluster: [u8; 16],
     pub stamp: u64,
+    /// The newest feature level that this program knows.
+    pub level: u32,
     pub env: Env,
     pub fabric: Arc<dyn Fabric>,
     pub health: Arc<Health>,
@@ -76,6 +78,7 @@ impl Sender {
                 .map(Into::into)
                 .map_err(|e| strake_proto::Error::new(Code::Inval, e.to_string()))
         };
+        let (cluster_level, level_index) = self.sm.level();
         let batch = pb::RaftBatch {
             from: self.id,
             to,
@@ -86,8 +89,37 @@ impl Sender {
             disk: self.health.disk.load(Relaxed),
             endpoint: self.health.endpoint.get().map(Endpoint::to_string).unwrap_or_default(),
             incarnation: self.sm.incarnation().map(|i| i.0),
+            level: self.level,
+            cluster_level,
+            level_index,
         };
         Ok(Message::new(opcode::RAFT, batch.encode_to_vec()))
+    }
+
+    /// Sends an empty batch on a new connection: the peer learns the stamp of this member's log, and
+    /// its answer says which feature level its program knows.
+    pub(super) async fn greet(&self, to: u64, conn: &dyn Connection) -> Result<u32> {
+        let answer = conn.call(self.batch(to, &[])?, CALL_TIMEOUT).await?;
+        let ack = pb::RaftAck::decode(answer.body);
+        Ok(ack.map_err(|e| strake_proto::Error::new(Code::Protocol, e.to_string()))?.level)
+    }
+
+    /// `Stale` if a peer whose program knows levels up to `knows` must not get these messages: it
+    /// would apply an entry by other rules. The state of this member may not have the level yet that
+    /// an entry needs.
+    pub(super) fn may_have(
+        &self,
+        to: u64,
+        knows: u32,
+        messages: &[eraftpb::Message],
+    ) -> Result<()> {
+        if knows >= self.level {
+            return Ok(());
+        }
+        let entries = messages.iter().flat_map(|m| m.entries.iter());
+        let needed = entries.map(|e| self.sm.needed_by(&e.data)).max().unwrap_or(0);
+        let cluster = self.sm.level().0.max(needed);
+        level::check(knows, cluster, Code::Stale, || format!("metadata server {to}"))
     }
 }
 
@@ -169,8 +201,7 @@ async fn run(
     }
 }
 
-/// Sends until something fails; first an empty batch, by which the peer learns this member's
-/// stamp.
+/// Sends until something fails.
 async fn feed(
     s: &Sender,
     to: u64,
@@ -178,7 +209,8 @@ async fn feed(
     queue: &mut mpsc::Receiver<eraftpb::Message>,
     backoff: &mut Duration,
 ) -> Result<()> {
-    conn.call(s.batch(to, &[])?, CALL_TIMEOUT).await?;
+    let knows = s.greet(to, conn).await?;
+    s.may_have(to, knows, &[])?;
     *backoff = BACKOFF.0;
     let mut next = None;
     loop {
@@ -199,6 +231,7 @@ async fn feed(
             }
             batch.push(m);
         }
+        s.may_have(to, knows, &batch)?;
         match conn.call(s.batch(to, &batch)?, CALL_TIMEOUT).await {
             Ok(_) => {}
             Err(e) if e.code == Code::Overloaded => drop(s.words.try_send(Word::Lost(to))),

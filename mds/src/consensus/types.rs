@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use bytes::Bytes;
 use strake_fabric::Endpoint;
-use strake_proto::{Incarnation, Result};
+use strake_proto::{FEATURE_LEVEL, Incarnation, Result};
 
 /// A log entry that a majority holds. `data` is empty for a leader's first entry and for membership
 /// changes.
@@ -55,6 +55,18 @@ pub trait StateMachine: Send + Sync + 'static {
     fn incarnation(&self) -> Option<Incarnation> {
         None
     }
+    /// The feature level of the group's state, and the entry that set it.
+    fn level(&self) -> (u32, u64) {
+        (0, 0)
+    }
+    /// The feature level that a member must know to be sent an entry with this data.
+    fn needed_by(&self, _data: &Bytes) -> u32 {
+        0
+    }
+    /// Another member's state has this level since this entry. A state that is as of that entry or a
+    /// later one and has a lower level was made by a program that did not know levels: it is
+    /// damaged.
+    fn compare_level(&self, _level: u32, _since: u64) {}
     /// The state is lost, and a copy will replace it: until `restore_end` it must not be shown to
     /// anyone.
     fn void(&self) {}
@@ -100,6 +112,8 @@ pub struct Config {
     pub queue: usize,
     /// A log write that takes longer is late; see [`health`](super::health). Zero: no write is.
     pub slow_write: Duration,
+    /// The newest feature level that this program knows.
+    pub level: u32,
 }
 
 impl Config {
@@ -118,6 +132,7 @@ impl Config {
             log_entries: 100_000,
             queue: 4096,
             slow_write: Duration::from_millis(300),
+            level: FEATURE_LEVEL,
         }
     }
 }

@@ -19,7 +19,7 @@ use strake_store::{Batch, Reader};
 use super::{
     FORMAT_ANEW, FORMAT_CHAINS, Memory,
     effects::{self, Effect, Ending},
-    gc, keys, locks,
+    gc, keys, level, locks,
     ops::{self, DIR_SIZE},
     perm,
     placement::{PLACEMENT, Placement},
@@ -70,6 +70,16 @@ pub(super) struct Apply<'a> {
     pub uuids: BTreeMap<Bytes, Option<SessionId>>,
     /// The effects of each entry that changed something.
     pub effects: Vec<Effect>,
+}
+
+/// Adds what has changed to a table; `None` = ended.
+pub(super) fn merge<K: Ord, V>(into: &mut BTreeMap<K, V>, changes: BTreeMap<K, Option<V>>) {
+    for (k, v) in changes {
+        match v {
+            Some(v) => into.insert(k, v),
+            None => into.remove(&k),
+        };
+    }
 }
 
 fn ok() -> pb::LogReply {
@@ -139,7 +149,7 @@ impl<'a> Apply<'a> {
 
     fn command(&mut self, index: u64, command: Command) -> Res<pb::LogReply> {
         match command {
-            Command::Format(f) => self.format(&f),
+            Command::Format(f) => self.format(index, &f),
             Command::Meta(m) => self.meta(index, m),
             Command::SessionOpen(o) => self.session_open(o),
             Command::SessionEnd(e) => self.session_end(&e),
@@ -176,6 +186,7 @@ impl<'a> Apply<'a> {
                 self.change(|t| writers::end_found(t, &e, index)).map(|()| ok())
             }
             Command::ChainsAnew(b) => self.begin_anew(&b),
+            Command::RaiseLevel(r) => self.raise_level(index, r.to),
         }
     }
 
@@ -211,7 +222,7 @@ impl<'a> Apply<'a> {
         Ok(())
     }
 
-    fn format(&mut self, f: &pb::Format) -> Res<pb::LogReply> {
+    fn format(&mut self, index: u64, f: &pb::Format) -> Res<pb::LogReply> {
         if !self.header.fs_uuid.is_empty() {
             return fail(Code::Exist, "the file system is formatted already");
         }
@@ -230,6 +241,7 @@ impl<'a> Apply<'a> {
                 format!("placement {}; this program knows {PLACEMENT}", f.placement),
             );
         }
+        self.check_known(f.level)?;
         self.set_map(pb::ClusterMap {
             version: 1,
             fs_uuid: f.fs_uuid.clone(),
@@ -237,11 +249,16 @@ impl<'a> Apply<'a> {
             default_copies: f.default_copies,
             placement: f.placement,
             shard_groups: vec![0],
+            level: f.level,
+            level_index: if f.level > 0 { index } else { 0 },
             ..Default::default()
         })?;
         let h = &mut self.header;
         if f.placement > 0 {
             h.format_version = FORMAT_CHAINS;
+        }
+        if f.level > 0 {
+            h.format_version = level::FORMAT;
         }
         h.fs_uuid.clone_from(&f.fs_uuid);
         h.fs_name.clone_from(&f.fs_name);
@@ -488,6 +505,19 @@ impl<'a> Apply<'a> {
         self.change_map(|map| cluster::anew::begin(map, b))?;
         self.header.format_version = self.header.format_version.max(FORMAT_ANEW);
         Ok(ok())
+    }
+
+    fn raise_level(&mut self, index: u64, to: u32) -> Res<pb::LogReply> {
+        self.check_known(to)?;
+        self.change_map(|map| level::raise(map, to, index))?;
+        self.header.format_version = self.header.format_version.max(level::FORMAT);
+        Ok(ok())
+    }
+
+    /// Stops this member at an entry of a feature level that it does not know: it would make
+    /// another state of it than the others.
+    fn check_known(&self, level: u32) -> Res<()> {
+        level::check_known(level, self.memory.knows).map_err(Fail::Store)
     }
 
     /// The group begins anew. What the former group gave out after this state is unknown here:

@@ -9,7 +9,7 @@
 //! what fsck found. `locks` has the locks (`spans` is the arithmetic of ranges, `ranges` stores
 //! them, `lock_cache` keeps some in memory). `steps` limits the cost of a list, `effects` says what
 //! clients can see of changes, `keys` is the on-disk key format, `watched` notes damage of the
-//! store.
+//! store. `level` has the feature levels of commands.
 
 mod acl;
 mod apply;
@@ -18,6 +18,7 @@ mod away;
 pub(crate) mod effects;
 mod gc;
 mod keys;
+pub(crate) mod level;
 mod lock_cache;
 pub mod locks;
 mod names;
@@ -46,13 +47,13 @@ use std::{
 use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
 use prost::Message;
-use strake_proto::{ChainId, Code, Error, Ino, Result, SessionId, map::MapView, pb};
+use strake_proto::{ChainId, Code, Error, FEATURE_LEVEL, Ino, Result, SessionId, map::MapView, pb};
 use strake_store::MetaStore;
 
 use crate::cluster;
 
 pub use apply::MAX_DEAD;
-use apply::{Apply, Session};
+use apply::{Apply, Session, merge};
 use effects::Effect;
 use lock_cache::{Cached, LockCache};
 pub use placement::PLACEMENT;
@@ -65,8 +66,9 @@ use watched::{Damage, Watched};
 /// The newest version of the state's format; a newer state is refused. A state has the version of
 /// the newest kind of record that was ever put into it: 1, 2 with locks, 3 with files that may have
 /// holes, 4 with sealed files, 5 with a cluster map that has `placement` or `min_copies`, 6 with
-/// chains that began anew, or 7 with one record per locked range, or with page locks.
-pub const FORMAT_VERSION: u32 = 7;
+/// chains that began anew, 7 with one record per locked range, or with page locks, or 8 with a
+/// feature level.
+pub const FORMAT_VERSION: u32 = level::FORMAT;
 const FORMAT_FIRST: u32 = 1;
 /// States with rules that older programs do not know: `placement` and `min_copies` of the cluster
 /// map, and that a file may have holes after a writer is gone that did not report everything.
@@ -100,6 +102,8 @@ struct Memory {
     place: Arc<Placement>,
     sessions: BTreeMap<SessionId, Session>,
     uuids: BTreeMap<Bytes, SessionId>,
+    /// The newest feature level that this program knows.
+    knows: u32,
     /// The store is being replaced, or is not whole: nothing may be read from it.
     void: bool,
 }
@@ -157,8 +161,8 @@ fn damaged(what: &str, e: impl std::fmt::Display) -> Error {
     Error::new(Code::Corrupt, format!("metadata state: {what} is damaged ({e})"))
 }
 
-fn load(store: &dyn MetaStore) -> Result<Memory> {
-    let mut m = Memory::default();
+fn load(store: &dyn MetaStore, knows: u32) -> Result<Memory> {
+    let mut m = Memory { knows, ..Memory::default() };
     m.header.format_version = FORMAT_FIRST;
     if let Some(h) = store.get(keys::HEADER)? {
         m.header = pb::StateHeader::decode(h).map_err(|e| damaged("the header", e))?;
@@ -172,6 +176,7 @@ fn load(store: &dyn MetaStore) -> Result<Memory> {
     }
     if let Some(map) = store.get(keys::MAP)? {
         let map = pb::ClusterMap::decode(map).map_err(|e| damaged("the cluster map", e))?;
+        level::check_known(map.level, knows)?;
         m.place = Arc::new(Placement::new(Arc::new(MapView::new(map)?)));
     }
     for pair in store.prefix(&[keys::SESSION]) {
@@ -198,13 +203,18 @@ impl Namespace {
     /// Loads header, map and sessions; an empty store means a file system that is not formatted
     /// yet. Refuses a newer format.
     pub fn open(store: Arc<dyn MetaStore>) -> Result<Namespace> {
-        Namespace::open_with(store, u64::MAX)
+        Namespace::open_knowing(store, FEATURE_LEVEL)
     }
 
-    fn open_with(store: Arc<dyn MetaStore>, hash_mask: u64) -> Result<Namespace> {
+    /// The same for a program that knows feature levels up to this one.
+    pub fn open_knowing(store: Arc<dyn MetaStore>, knows: u32) -> Result<Namespace> {
+        Namespace::open_with(store, u64::MAX, knows)
+    }
+
+    fn open_with(store: Arc<dyn MetaStore>, hash_mask: u64, knows: u32) -> Result<Namespace> {
         let damage = Arc::new(Damage::default());
         let store = Arc::new(Watched { store, damage: damage.clone() });
-        let memory = RwLock::new(load(&*store)?);
+        let memory = RwLock::new(load(&*store, knows)?);
         Ok(Namespace {
             store,
             damage,
@@ -225,6 +235,15 @@ impl Namespace {
     /// The first damage that was found, by any reader.
     pub fn damage(&self) -> Option<Error> {
         self.damage.found()
+    }
+
+    /// Notes damage if this state includes entry `since` and has a lower feature level than another.
+    pub(crate) fn compare_level(&self, level: u32, since: u64) {
+        let m = self.memory.read();
+        if !m.void && m.header.applied_index >= since {
+            let same = level::check_same(m.place.view.map.level, level);
+            let _ = same.inspect_err(|e| self.damage.note(e));
+        }
     }
 
     /// Deletes everything that is stored, and forgets its damage.
@@ -290,7 +309,7 @@ impl Namespace {
     /// Reads everything again after the store was replaced by a snapshot.
     pub fn reload(&self) -> Result<()> {
         let _one = self.applier.lock();
-        let fresh = load(&*self.store)?;
+        let fresh = load(&*self.store, self.memory.read().knows)?;
         let mut memory = self.memory.write();
         *memory = fresh;
         *self.queues.lock() = Default::default();
@@ -540,7 +559,8 @@ impl Namespace {
         let mut t =
             Txn::new(&store, &none, memory.header.clone(), memory.place.clone(), self.hash_mask);
         let index = memory.header.applied_index + 1;
-        let by = ops::By { creds, session, index, ends_matter: true, rules: RULES };
+        let rules = level::rules(memory.place.view.map.level);
+        let by = ops::By { creds, session, index, ends_matter: true, rules };
         match ops::run(&mut t, by, ops, true) {
             Ok(_) => Ok(t.notes.away.get()),
             Err(f) => Err(self.told(f)),
@@ -774,13 +794,4 @@ impl Namespace {
 fn queue_of(key: &[u8]) -> Option<(usize, u64)> {
     let queue = QUEUES.iter().position(|p| key.first() == Some(p))?;
     Some((queue, keys::last_number(key)?))
-}
-
-fn merge<K: Ord, V>(into: &mut BTreeMap<K, V>, changes: BTreeMap<K, Option<V>>) {
-    for (k, v) in changes {
-        match v {
-            Some(v) => into.insert(k, v),
-            None => into.remove(&k),
-        };
-    }
 }

@@ -16,7 +16,9 @@ fn refusal(e: Error) -> Status {
         Code::NoEnt => tonic::Code::NotFound,
         Code::Exist => tonic::Code::AlreadyExists,
         Code::Inval => tonic::Code::InvalidArgument,
-        Code::NotEmpty | Code::NotLeader | Code::Busy => tonic::Code::FailedPrecondition,
+        Code::NotEmpty | Code::NotLeader | Code::Busy | Code::OpNotSupp => {
+            tonic::Code::FailedPrecondition
+        }
         Code::Overloaded | Code::Disconnected | Code::TimedOut => tonic::Code::Unavailable,
         _ => tonic::Code::Internal,
     };

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     leases::rows::Reporting,
-    namespace::{Namespace, RULES, effects},
+    namespace::{Namespace, effects, level},
     request_dedup::{Begun, RequestDedup},
 };
 
@@ -86,7 +86,8 @@ impl Changes {
         let before = self.member.machine.namespace.version();
         recalls.in_time(term, call.by)?;
         recalls.dropped(call, &std::mem::take(&mut request.dropped))?;
-        (request.follower, request.ends_matter, request.rules) = (false, true, RULES);
+        let rules = level::rules(self.member.map().map.level);
+        (request.follower, request.ends_matter, request.rules) = (false, true, rules);
         let looking = match self.begin(&request)? {
             Begun::Refused(e) => return Ok(refusal(&e)),
             Begun::First => Some(Looking { changes: self, call }),

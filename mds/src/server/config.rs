@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use serde::{Deserialize, Deserializer, de::Error as _};
 use strake_fabric::Endpoint;
-use strake_proto::{Code, Error, Result};
+use strake_proto::{Code, Error, FEATURE_LEVEL, Result};
 
 use crate::{
     cluster::state::{FIRST_OSS_NODE, MAX_COPIES},
@@ -126,6 +126,12 @@ pub struct Config {
     /// Not a configuration key: see [`Config::limit_leases`].
     #[serde(skip)]
     pub(crate) leases: Limits,
+    /// Not a configuration key: see [`Config::pretend_level`].
+    #[serde(skip, default = "newest")]
+    pub(crate) feature_level: u32,
+    /// Not a configuration key: see [`Config::begin_at_level`].
+    #[serde(skip, default = "newest")]
+    pub(crate) first_level: u32,
 }
 
 fn fs_name() -> String {
@@ -181,6 +187,9 @@ const fn gc_parallel() -> usize {
 }
 const fn cache_bytes() -> u64 {
     64 << 20
+}
+const fn newest() -> u32 {
+    FEATURE_LEVEL
 }
 
 fn endpoint<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<Endpoint, D::Error> {
@@ -245,12 +254,23 @@ impl Config {
             cache_bytes: cache_bytes(),
             reserve_bytes: None,
             leases: Limits::default(),
+            feature_level: newest(),
+            first_level: newest(),
         }
     }
 
     /// Sets other limits of leases than all clusters have: for tests that must reach them.
     pub fn limit_leases(&mut self, limits: Limits) {
         self.leases = limits;
+    }
+    /// Behaves as a program that knows feature levels up to this one: for tests.
+    pub fn pretend_level(&mut self, level: u32) {
+        self.feature_level = level;
+        self.first_level = self.first_level.min(level);
+    }
+    /// Gives a new file system a lower feature level than the program knows: for tests.
+    pub fn begin_at_level(&mut self, level: u32) {
+        self.first_level = level;
     }
     pub(super) fn leases(&self) -> Limits {
         self.leases

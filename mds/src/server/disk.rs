@@ -96,7 +96,9 @@ fn open_state(cfg: &Config, sizes: &Sizes, log: &LogImage) -> Result<(FjallStore
     let (dir, aside) = (&cfg.dir, cfg.dir.join(data_dir::DAMAGED));
     let open = || {
         let store = Arc::new(sizes.store(dir, cfg.cache_bytes)?);
-        let applied = Namespace::open(store.clone())?.header().applied_index;
+        let state = Namespace::open_knowing(store.clone(), cfg.feature_level)?;
+        let applied = state.header().applied_index;
+        drop(state);
         Ok((Arc::into_inner(store), applied))
     };
     let damage = match open() {

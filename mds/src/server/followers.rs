@@ -22,6 +22,7 @@ use tokio::{
 
 use super::{
     fair::Fair,
+    levels,
     member::Member,
     wire::{encode, few_numbers},
 };
@@ -142,6 +143,7 @@ impl Followers {
         let request = pb::FrontierRequest {
             member: self.member.cfg.id,
             incarnation: self.member.map().map.incarnation,
+            level: self.member.cfg.feature_level,
         };
         let m = Message::new(opcode::FRONTIER, request.encode_to_vec());
         let m = conn.call(m, ASK).await.map_err(|e| cannot(&e.message))?;
@@ -158,6 +160,8 @@ impl Followers {
             let m = format!("metadata server {} was removed from its group", request.member);
             return Err(Error::new(Code::NotMember, m));
         }
+        let who = || format!("metadata server {}", request.member);
+        levels::check(&self.member, request.level, Code::NotServing, who)?;
         self.member.node.read_barrier().await?;
         let index = self.member.machine.namespace.version();
         // Read after the index, so that nothing applied up to it is missing.

@@ -24,6 +24,7 @@ use crate::{
         slow,
     },
     consensus::Leadership,
+    levels::Levels,
     lock_waiters::LockWaiters,
     namespace::PLACEMENT,
     sessions::Sessions,
@@ -116,8 +117,13 @@ impl Leader {
             sleep(CLUSTER_TICK).await;
         }
         self.member.machine.namespace.lock_news().listen(true);
-        *self.member.lead.lock() =
-            Some(Lead { term, manager, sessions, lock_waiters: LockWaiters::default() });
+        *self.member.lead.lock() = Some(Lead {
+            term,
+            manager,
+            sessions,
+            lock_waiters: LockWaiters::default(),
+            levels: Levels::default(),
+        });
         tokio::join!(
             self.announce(),
             self.settings(),
@@ -146,6 +152,7 @@ impl Leader {
             root_uid: self.member.cfg.root_uid,
             root_gid: self.member.cfg.root_gid,
             placement: PLACEMENT,
+            level: self.member.cfg.first_level,
         };
         self.member.propose(Command::Format(format)).await?;
         tracing::info!(name = self.member.cfg.fs_name, "made a new file system");
@@ -341,6 +348,7 @@ impl Leader {
                         l.lock_waiters.remove(id);
                     }
                 }
+                l.levels.retain(|id| self.member.machine.namespace.session(id).is_some());
                 Ok(l.sessions.expire(now, term))
             });
             self.changes.forget_ended();

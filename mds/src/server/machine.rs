@@ -12,7 +12,7 @@ use strake_store::{Batch, MetaStore};
 use super::recalls::Recalls;
 use crate::{
     consensus::{Committed, StateMachine, StateSnapshot},
-    namespace::{Namespace, effects::Effect},
+    namespace::{Namespace, effects::Effect, level},
     recent_changes::{RecentChanges, endings::Endings},
 };
 
@@ -28,9 +28,14 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    /// `recalls` learns of everything that is applied.
-    pub(super) fn open(store: Arc<dyn MetaStore>, recalls: Arc<Recalls>) -> Result<Machine> {
-        let namespace = Namespace::open(store)?;
+    /// `recalls` learns of everything that is applied. `knows`: the newest feature level that this
+    /// program knows.
+    pub(super) fn open(
+        store: Arc<dyn MetaStore>,
+        recalls: Arc<Recalls>,
+        knows: u32,
+    ) -> Result<Machine> {
+        let namespace = Namespace::open_knowing(store, knows)?;
         let index = namespace.header().applied_index;
         let (applied, recent_changes) =
             (watch::Sender::new(index), Mutex::new(RecentChanges::new(index)));
@@ -115,6 +120,19 @@ impl StateMachine for Machine {
     fn incarnation(&self) -> Option<Incarnation> {
         let map = self.namespace.map();
         (!map.map.fs_uuid.is_empty()).then_some(Incarnation(map.map.incarnation))
+    }
+
+    fn level(&self) -> (u32, u64) {
+        let map = self.namespace.map();
+        (map.map.level, map.map.level_index)
+    }
+
+    fn needed_by(&self, data: &Bytes) -> u32 {
+        level::needed_by(data)
+    }
+
+    fn compare_level(&self, level: u32, since: u64) {
+        self.namespace.compare_level(level, since);
     }
 
     fn void(&self) {

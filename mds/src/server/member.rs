@@ -22,7 +22,9 @@ use super::{
 use crate::{
     cluster::manager::Manager,
     consensus::{Leadership, Node},
+    levels::Levels,
     lock_waiters::LockWaiters,
+    namespace::level,
     sessions::Sessions,
 };
 
@@ -35,6 +37,7 @@ pub(super) struct Lead {
     pub manager: Manager,
     pub sessions: Sessions,
     pub lock_waiters: LockWaiters,
+    pub levels: Levels,
 }
 
 /// See the module.
@@ -92,6 +95,7 @@ impl Member {
         &self,
         command: pb::log_command::Command,
     ) -> Result<pb::LogReply> {
+        level::check_proposal(&command, self.map().map.level)?;
         let command = pb::LogCommand { now_ns: self.env.unix_ns(), command: Some(command) };
         let bytes: Bytes = self.node.propose(command.encode_to_vec().into()).await?;
         let reply = pb::LogReply::decode(bytes)

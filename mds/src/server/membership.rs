@@ -10,7 +10,7 @@ use strake_fabric::{Endpoint, Message};
 use strake_proto::{Code, Error, Ino, Result, map::ROLE_MDS, opcode, pb};
 use tokio::time::timeout;
 
-use super::{member::Member, wire::encode};
+use super::{levels, member::Member, wire::encode};
 use crate::{
     cluster::{
         recovery,
@@ -45,7 +45,7 @@ impl Membership {
     /// Lists or changes the members. `NotLeader`: the change was not made; ask the server that the
     /// error names.
     pub(super) async fn members(&self, request: pb::MembersRequest) -> Result<Bytes> {
-        let mut learner = 0;
+        let (mut learner, asks_levels) = (0, request.levels);
         match request.change {
             None => {}
             Some(Change::Learn(l)) => learner = self.learn(&l.endpoint).await?,
@@ -60,6 +60,7 @@ impl Membership {
                 self.member.propose(Command::TargetChange(c)).await?;
             }
             Some(Change::Pool(p)) => self.change_pool(p).await?,
+            Some(Change::Raise(r)) => levels::raise(&self.member, r).await?,
             Some(Change::Repair(r)) => {
                 self.member.leading()?;
                 self.member.node.read_barrier().await?;
@@ -70,7 +71,9 @@ impl Membership {
             }
         }
         let group = self.member.node.group().await?;
-        Ok(encode(&pb::MembersReply { learner, ..self.members_reply(&group) }))
+        let leads = asks_levels && self.member.leading().is_ok();
+        let levels = if leads { Some(levels::report(&self.member).await?) } else { None };
+        Ok(encode(&pb::MembersReply { learner, levels, ..self.members_reply(&group) }))
     }
 
     /// Every client has the map, so the number of pools is limited to a sensible one. The request
@@ -124,6 +127,7 @@ impl Membership {
             incarnation: map.map.incarnation,
             awaited: recovery::all_awaited(&map.map),
             slow: slow_targets(&self.member),
+            levels: None,
         }
     }
 
@@ -137,6 +141,7 @@ impl Membership {
             voters: group.voters().map(|m| m.id).collect(),
             version: env!("CARGO_PKG_VERSION").into(),
             name: self.member.cfg.name(),
+            level: self.member.cfg.feature_level,
         }))
     }
 
@@ -150,6 +155,8 @@ impl Membership {
         let group = self.member.node.group().await?;
         let map = self.member.map();
         let named = |e: Error| e.context(format_args!("the server at {at}"));
+        let who = || format!("metadata server {}", info.id);
+        levels::check(&self.member, info.level, Code::Inval, who).map_err(named)?;
         match group.get(info.id) {
             // Repeated. A member that was not heard of yet is recognised by its address.
             Some(m) if m.stamp == Some(info.stamp) => {}

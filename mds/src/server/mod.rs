@@ -19,6 +19,7 @@
 //! | `anew.rs` | the leader's worker that brings back chains that hold nothing |
 //! | `locks.rs` | clients wait for locks ([`crate::lock_waiters`]) |
 //! | `membership.rs` | changes of the group |
+//! | `levels.rs` | feature levels: who knows which ([`crate::levels`]), and raising the cluster's |
 //! | `disk.rs`, `disk_space.rs` | starting from a folder; which changes its disk has space for |
 //! | `scrub.rs` | looks for damage in the state |
 //! | `config.rs`, `status.rs`, `admin.rs`, `places.rs` | keys, status, gRPC, paths in logs |
@@ -36,6 +37,7 @@ mod followers;
 mod heavy;
 mod leader;
 mod lease_service;
+mod levels;
 mod links;
 mod locks;
 mod machine;

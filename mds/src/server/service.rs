@@ -20,7 +20,7 @@ use super::{
     changes::Changes,
     followers::Followers,
     heavy::order_groups,
-    lease_service,
+    lease_service, levels,
     locks::LockService,
     member::Member,
     membership::Membership,
@@ -75,6 +75,7 @@ impl<'a> Unanswered<'a> {
         let (arrived, node) = (member.env.boot(), request.node);
         let term = member.with_lead(|l| {
             l.manager.heartbeat(arrived, request, &member.map())?;
+            l.levels.heard_server(arrived, node, request.level);
             l.manager.waits(arrived, node);
             Ok(l.term)
         })?;
@@ -289,7 +290,11 @@ impl Mds {
 
     async fn register(&self, request: pb::RegisterRequest) -> Result<Bytes> {
         self.member.leading()?;
+        let who = || format!("storage server '{}'", request.name);
+        // With this code also older programs end, instead of asking again and again.
+        levels::check(&self.member, request.level, Code::Inval, who)?;
         let mut request = request;
+        let level = std::mem::take(&mut request.level);
         if self.member.map().map.doubts.is_empty() {
             // Useless then, and not worth the space in the log.
             request.targets.iter_mut().for_each(|t| t.sights.clear());
@@ -301,6 +306,11 @@ impl Mds {
         );
         let reply = self.member.propose(Command::Register(request)).await?;
         let Some(pb::log_reply::Reply::Register(r)) = reply.reply else { return Err(misread()) };
+        let now = self.member.env.boot();
+        let _ = self.member.with_lead(|l| {
+            l.levels.heard_server(now, r.node, level);
+            Ok(())
+        });
         Ok(self.member.map().encode_behind(&r, tag::REGISTER).into())
     }
 
@@ -311,6 +321,8 @@ impl Mds {
                      register again";
             return Err(Error::new(Code::Stale, m));
         }
+        let who = || levels::server_name(&self.member, request.node);
+        levels::check(&self.member, request.level, Code::Stale, who)?;
         let unanswered = Unanswered::begin(&self.member, &request)?;
         // The holder counts its lease from a time before this, so no later leader can count it as
         // over while it is not.

@@ -14,6 +14,7 @@ use strake_proto::{
 use super::{
     call::{Asker, Call},
     heavy::machine,
+    levels,
     member::Member,
     wire::{encode, misread, ok, tag},
 };
@@ -52,8 +53,12 @@ impl SessionService {
             if let Some(epoch) = l.sessions.heard(now, session)? {
                 return Ok(epoch);
             }
-            let gone =
-                || Error::new(Code::NoSession, format!("session {session} has ended; mount again"));
+            let gone = || match l.levels.why_evicted(session) {
+                Some(knows) => levels::old_client(&self.member, knows, Code::NoSession),
+                None => {
+                    Error::new(Code::NoSession, format!("session {session} has ended; mount again"))
+                }
+            };
             let record = self.member.machine.namespace.session(session).ok_or_else(gone)?;
             l.sessions.learn(now, session, record.epoch);
             Ok(record.epoch)
@@ -78,8 +83,15 @@ impl SessionService {
         }
     }
 
-    pub(super) async fn open(&self, peer: &Peer, request: pb::SessionOpenRequest) -> Result<Bytes> {
+    pub(super) async fn open(
+        &self,
+        peer: &Peer,
+        mut request: pb::SessionOpenRequest,
+    ) -> Result<Bytes> {
         let machine = machine(&peer.addr);
+        self.member.leading()?;
+        let level = std::mem::take(&mut request.level);
+        levels::check(&self.member, level, Code::OpNotSupp, || "this client".into())?;
         self.member.with_lead(|_| self.owners.lock().may_open(peer.id, machine))?;
         self.member.with_lead(|l| {
             if l.sessions.len() < MAX_SESSIONS {
@@ -101,6 +113,7 @@ impl SessionService {
             if e.code == Code::NoSession { Error { code: Code::Overloaded, ..e } } else { e }
         };
         self.heard(r.session).map_err(ending)?;
+        levels::renewed(&self.member, r.session, level).await?;
         r.term_ms = u32::try_from(self.member.cfg.session_term_ms).unwrap_or(u32::MAX);
         Ok(self.member.map().encode_behind(&r, tag::SESSION_OPEN).into())
     }
@@ -115,6 +128,7 @@ impl SessionService {
             self.owners.lock().prove(peer.id, machine(&peer.addr), request.session);
         }
         self.owns(peer, request.session)?;
+        levels::renewed(&self.member, request.session, request.level).await?;
         self.heard(request.session)?;
         let term = self.member.leading()?;
         self.hello(term, &request)?;

@@ -103,13 +103,14 @@ pub(super) fn start_with(
         // Done first, while no request waits.
         disk_space.look();
         let recalls = Arc::new(Recalls::new(parts.env.clone(), cfg.leases()));
-        let machine = Arc::new(Machine::open(parts.store, recalls.clone())?);
+        let machine = Arc::new(Machine::open(parts.store, recalls.clone(), cfg.feature_level)?);
         let peers: BTreeMap<u64, Endpoint> =
             cfg.peers.iter().filter(|p| p.0 != cfg.id).cloned().collect();
         let raft = consensus::Config {
             tick: Duration::from_millis(cfg.tick_ms),
             slow_write: Duration::from_millis(cfg.slow_disk_ms),
             log_bytes: disk.segment.max(LEAST_LOG_BYTES) as usize,
+            level: cfg.feature_level,
             ..consensus::Config::new(cfg.id, parts.cluster, peers)
         };
         let node =

@@ -109,6 +109,10 @@ pub struct Config {
     /// Capabilities end here when the right behind them ends. Off: when they expire.
     #[serde(default = "defaults::end_capabilities")]
     pub end_capabilities: bool,
+    /// Not a configuration key. The newest feature level that the metadata servers are told this
+    /// program knows: lower than [`strake_proto::FEATURE_LEVEL`] only in tests.
+    #[serde(skip, default = "defaults::feature_level")]
+    pub feature_level: u32,
 }
 
 /// Largest value of counts: more at a time than any machine does.
@@ -152,6 +156,9 @@ mod defaults {
     pub(super) fn update_life() -> u32 {
         15_000
     }
+    pub(super) fn feature_level() -> u32 {
+        strake_proto::FEATURE_LEVEL
+    }
 }
 
 impl Config {
@@ -176,6 +183,7 @@ impl Config {
             peer_timeout_ms: defaults::peer_timeout(),
             update_life_ms: defaults::update_life(),
             end_capabilities: defaults::end_capabilities(),
+            feature_level: defaults::feature_level(),
         }
     }
 

@@ -106,6 +106,7 @@ impl Membership {
             fs_uuid: fs.map(Vec::from).unwrap_or_default().into(),
             incarnation: self.targets.incarnation().0,
             rack: self.ctx.cfg.rack.clone(),
+            level: self.ctx.cfg.feature_level,
         }
     }
 
@@ -290,6 +291,7 @@ impl Membership {
             leaseless: self.lease.left().is_zero(),
             number: self.lease.next_beat(),
             endings_known: self.revocations.endings_known(),
+            level: self.ctx.cfg.feature_level,
         }
     }
 

@@ -52,6 +52,8 @@ pub(crate) struct Group {
     progress: Progress,
     /// Addresses of servers that were to be added, by id.
     pub(super) taught: BTreeMap<u64, String>,
+    /// Whether answers are to say which feature level each process knows.
+    pub asks_levels: bool,
 }
 
 /// The leader according to a metadata server that does not lead.
@@ -101,6 +103,7 @@ impl Group {
             deadline,
             progress: Progress::new(),
             taught: BTreeMap::new(),
+            asks_levels: false,
         })
     }
 
@@ -154,7 +157,8 @@ impl Group {
         at: &Endpoint,
         change: Option<Change>,
     ) -> Result<pb::MembersReply> {
-        let request = Message::new(opcode::MEMBERS, pb::MembersRequest { change }.encode_to_vec());
+        let request = pb::MembersRequest { change, levels: self.asks_levels };
+        let request = Message::new(opcode::MEMBERS, request.encode_to_vec());
         let body = self.call(at, request).await?;
         pb::MembersReply::decode(body)
             .map_err(|e| Error::new(Code::Protocol, format!("metadata server {at}: {e}")))

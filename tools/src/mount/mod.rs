@@ -34,7 +34,10 @@ use strake_runtime::{ClientKey, Env, private};
 pub use stats::{StatsArgs, stats};
 pub use umount::{UmountArgs, umount, unmount};
 
-use crate::config::{self, Overrides};
+use crate::{
+    config::{self, Overrides},
+    pretend,
+};
 
 /// Default path of the client key.
 const KEY: &str = "/etc/strake/client.key";
@@ -444,7 +447,8 @@ pub async fn connect(mds: &[String], client_key: ClientKey) -> Result<Client> {
 fn client_config(mds: &[String]) -> Result<strake_client::Config> {
     let mds = mds.iter().map(|s| s.parse()).collect::<Result<Vec<Endpoint>>>()?;
     let hostname = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    Ok(strake_client::Config { hostname, ..strake_client::Config::new(mds) })
+    let feature_level = pretend::feature_level();
+    Ok(strake_client::Config { hostname, feature_level, ..strake_client::Config::new(mds) })
 }
 
 /// Connects a client. If a storage server cannot be reached by any allowed transport, this is

@@ -31,3 +31,4 @@ mod shares;
 #[path = "common/suite.rs"]
 mod suite;
 mod targets;
+mod upgrade;

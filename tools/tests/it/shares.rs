@@ -106,7 +106,11 @@ impl Victim {
         while began.elapsed() < LONG {
             for at in self.servers("mds") {
                 let Ok(c) = self.connect(&at) else { continue };
-                let unknown = pb::SessionRenewRequest { session: 1 << 62, ..Default::default() };
+                let unknown = pb::SessionRenewRequest {
+                    level: strake_proto::FEATURE_LEVEL,
+                    session: 1 << 62,
+                    ..Default::default()
+                };
                 let e = self
                     .call::<pb::SessionRenewReply>(&*c, opcode::SESSION_RENEW, &unknown)
                     .unwrap_err();
@@ -121,6 +125,7 @@ impl Victim {
     fn session(&self) -> Session<'_> {
         let (at, conn) = self.leader();
         let open = pb::SessionOpenRequest {
+            level: strake_proto::FEATURE_LEVEL,
             client_uuid: Env::system().random_bytes::<16>().to_vec().into(),
             hostname: "attacker".into(),
             ..Default::default()

@@ -65,6 +65,7 @@ impl Mds {
             root_uid: 0,
             root_gid: 0,
             placement: 1,
+            level: 1,
         };
         self.propose(Command::Format(format)).unwrap();
         for t in 0..TARGETS {

@@ -28,6 +28,7 @@ pub(crate) struct Batch {
     pub stamp: u64,
     pub applied: u64,
     pub disk: u32,
+    pub level: u32,
     pub endpoint: Option<Endpoint>,
     pub messages: Vec<Message>,
 }

@@ -29,9 +29,10 @@ impl Driver {
     }
 
     pub(super) fn heard_of(&mut self, b: &Batch) {
+        let (applied, disk, level) = (b.applied, b.disk, b.level);
         self.standing
             .peer_progress
-            .insert(b.from, PeerProgress { at: self.env.boot(), applied: b.applied, disk: b.disk });
+            .insert(b.from, PeerProgress { at: self.env.boot(), applied, disk, level });
         let conf = self.core.conf();
         // A new member's configuration may be older than the group, and it knows of no other source
         // before its first copy.
@@ -89,6 +90,7 @@ impl Driver {
                 } else {
                     heard.map_or(0, |h| h.disk)
                 },
+                level: if own { Some(self.cfg.level) } else { heard.map(|h| h.level) },
             }
         };
         let patience = 2 * self.election();

@@ -7,6 +7,7 @@ pub(super) struct PeerProgress {
     pub(super) at: Duration,
     pub(super) applied: u64,
     pub(super) disk: u32,
+    pub(super) level: u32,
 }
 
 /// This member's position in the group: whether it should lead, and whether it is still a member.

@@ -7,22 +7,21 @@ use strake_store::{Batch, FjallStore, MetaStore};
 
 use super::*;
 
-const GOLDEN: [&str; 5] = [
-    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v1"),
-    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v2"),
-    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v3"),
-    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v4"),
-    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v5"),
+/// Formats with a state of their own: the folder, and every kind of record that is in it.
+const GOLDEN: [(u32, &str, &[u8]); 6] = [
+    (1, concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v1"), b"HMdegiorstwx"),
+    (2, concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v2"), b"HMdegiklorstwx"),
+    (3, concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v3"), b"HMdegiklorstwx"),
+    (4, concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v4"), b"HMdegiklmorstwx"),
+    (5, concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v5"), b"HMdegiklmorstwx"),
+    (8, concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/state-v8"), b"HMdegijklmorstwx"),
 ];
-/// Every kind of record that each format has.
-const KINDS: [&[u8]; 5] =
-    [b"HMdegiorstwx", b"HMdegiklorstwx", b"HMdegiklorstwx", b"HMdegiklmorstwx", b"HMdegiklmorstwx"];
 
 /// One of everything that a state of a format can hold.
 fn fill(format: u32) -> Fs {
     let mut fs = if format >= 5 { Fs::with_chains(1) } else { Fs::new() };
     // As its lists were logged then.
-    fs.rules = 0;
+    fs.rules = if format >= 8 { RULES } else { 0 };
     let d = fs.mkdir(ROOT, "dir");
     let f = fs.create(d, "file");
     fs.one(mk_link(f, ROOT, "hard"));
@@ -99,6 +98,9 @@ fn fill(format: u32) -> Fs {
         fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict: true })).status,
         None
     );
+    if format >= 8 {
+        assert_eq!(fs.log(Command::RaiseLevel(pb::RaiseLevel { to: 1 })).status, None);
+    }
     assert!(fs.ns.orphans(9).contains(&held));
     fs
 }
@@ -176,8 +178,16 @@ fn a_state_of_format_5_is_read_for_ever() {
     assert_eq!((map.map.placement, map.map.min_copies), (1, 2));
 }
 
+/// Format 8 has also what came with 7: a record for each locked range.
+#[test]
+fn a_state_of_format_8_is_read_for_ever() {
+    let fs = read_for_ever(8);
+    assert_eq!(fs.ns.map().map.level, 1);
+    assert!(fs.ns.map().map.level_index > 0);
+}
+
 fn read_for_ever(format: u32) -> Fs {
-    let golden = GOLDEN[format as usize - 1];
+    let (_, golden, all_kinds) = GOLDEN.into_iter().find(|g| g.0 == format).unwrap();
     if std::env::var("STRAKE_WRITE_GOLDEN").is_ok_and(|v| v == format!("state-v{format}")) {
         let store = FjallStore::open(golden).unwrap();
         let ops = dump(&fill(format).store).into_iter().map(|(k, v)| (k, Some(v))).collect();
@@ -192,11 +202,7 @@ fn read_for_ever(format: u32) -> Fs {
     fs::create_dir_all(dir.path().join("keyspaces/1/tables")).unwrap();
     let kept = dump(&FjallStore::open(dir.path()).unwrap());
     let kinds: BTreeSet<u8> = kept.iter().map(|(k, _)| k[0]).collect();
-    assert_eq!(
-        kinds.into_iter().collect::<Vec<_>>(),
-        KINDS[format as usize - 1],
-        "every kind of record is in it"
-    );
+    assert_eq!(kinds.into_iter().collect::<Vec<_>>(), all_kinds, "every kind of record is in it");
     let store = MemStore::new();
     store.commit(Batch { ops: kept.into_iter().map(|(k, v)| (k, Some(v))).collect() }).unwrap();
 

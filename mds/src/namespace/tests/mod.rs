@@ -8,6 +8,7 @@ mod effects;
 mod endings;
 mod golden;
 mod layouts;
+mod levels;
 mod locks;
 mod model;
 mod names;
@@ -24,7 +25,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use bytes::Bytes;
 use prost::Message;
 use sha2::{Digest, Sha256};
-use strake_proto::{Code, Ino, pb};
+use strake_proto::{Code, FEATURE_LEVEL, Ino, pb};
 use strake_store::{MemStore, Reader};
 
 use super::{FORMAT_VERSION, Namespace, PLACEMENT, RULES, effects::Effect, keys, perm};
@@ -97,7 +98,8 @@ impl Fs {
 
     fn with(mask: u64, per: usize, format: Command) -> Fs {
         let store = MemStore::new();
-        let ns = Namespace::open_with(std::sync::Arc::new(store.clone()), mask).unwrap();
+        let ns =
+            Namespace::open_with(std::sync::Arc::new(store.clone()), mask, FEATURE_LEVEL).unwrap();
         let mut fs = Fs {
             store,
             ns,
@@ -134,6 +136,7 @@ impl Fs {
                 fs_uuid: Bytes::new(),
                 incarnation: 0,
                 rack: String::new(),
+                level: 0,
             };
             assert_eq!(self.log(Command::Register(r)).status, None);
         }

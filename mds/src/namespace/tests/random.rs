@@ -347,7 +347,8 @@ fn replayed(
         }
         if crashes && dice.one_in(3) {
             start.store.crash(|unsynced| dice.below(unsynced as u64 + 1) as usize);
-            start.ns = Namespace::open_with(Arc::new(start.store.clone()), mask).unwrap();
+            start.ns =
+                Namespace::open_with(Arc::new(start.store.clone()), mask, FEATURE_LEVEL).unwrap();
             let applied = start.ns.header().applied_index;
             // The log is cut only below what is synced, so a real one starts here too.
             at = (applied + 1 - first) as usize;

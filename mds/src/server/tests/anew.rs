@@ -81,7 +81,7 @@ async fn a_chain_without_data_begins_anew_and_one_with_data_is_given_up_by_name(
     stays(&w, id, "it has data").await;
     assert!(!chain(&w, id).lost);
     let give_up = pb::TargetChange { target, action: GIVE_UP, ..Default::default() };
-    let give_up = pb::MembersRequest { change: Some(Change::Target(give_up)) };
+    let give_up = pb::MembersRequest { change: Some(Change::Target(give_up)), levels: false };
     w.ask::<pb::MembersReply>(Role::Server, opcode::MEMBERS, &give_up).await.unwrap();
     assert!(chain(&w, id).lost);
     stays(&w, id, "given up").await;

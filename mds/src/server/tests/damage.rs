@@ -202,7 +202,11 @@ async fn bits_that_flip_on_a_members_disk_are_seen_by_nobody() {
     // Little is served from memory.
     cfgs.iter_mut().for_each(|c| c.cache_bytes = 1 << 20);
     let mut all = start_all(&cfgs).await;
-    let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() };
+    let open = pb::SessionOpenRequest {
+        level: strake_proto::FEATURE_LEVEL,
+        client_uuid: vec![1; 16].into(),
+        ..Default::default()
+    };
     let s: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
     let inos = fill(&cfgs, s.session).await;
 

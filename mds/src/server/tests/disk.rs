@@ -94,7 +94,11 @@ async fn three_members_on_disk_survive_a_leaders_end_and_a_full_restart() {
     let dir = tempfile::tempdir().unwrap();
     let cfgs = configs(dir.path(), 3);
     let mut all = start_all(&cfgs).await;
-    let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() };
+    let open = pb::SessionOpenRequest {
+        level: strake_proto::FEATURE_LEVEL,
+        client_uuid: vec![1; 16].into(),
+        ..Default::default()
+    };
     let s: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
     let first: pb::MetaReply = ask(&cfgs, opcode::META, &mkdir(s.session, 1, "a")).await.unwrap();
     assert!(first.results[0].ino > 1);
@@ -160,7 +164,7 @@ async fn change_members(cfgs: &[Config], all: &[Option<MdsServer>], change: Chan
         Pool::default(),
         Default::default(),
     );
-    let body = pb::MembersRequest { change: Some(change) }.encode_to_vec();
+    let body = pb::MembersRequest { change: Some(change), levels: false }.encode_to_vec();
     let done = async {
         loop {
             let at = &cfgs[leader_of(all).await].listen;
@@ -190,7 +194,11 @@ async fn a_member_is_replaced() {
         c.peers.pop();
     }
     let mut all = start_all(&cfgs).await;
-    let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() };
+    let open = pb::SessionOpenRequest {
+        level: strake_proto::FEATURE_LEVEL,
+        client_uuid: vec![1; 16].into(),
+        ..Default::default()
+    };
     let s: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
     let _: pb::MetaReply = ask(&cfgs, opcode::META, &mkdir(s.session, 1, "a")).await.unwrap();
     let old = (leader_of(&all).await + 1) % 3;
@@ -232,6 +240,7 @@ async fn administration_answers_over_grpc() {
     cfgs[0].admin = Some(([127, 0, 0, 1], free_ports(1)[0]).into());
     let _server = start_all(&cfgs).await;
     let open = pb::SessionOpenRequest {
+        level: strake_proto::FEATURE_LEVEL,
         client_uuid: vec![1; 16].into(),
         hostname: "h".into(),
         ..Default::default()
@@ -285,7 +294,11 @@ async fn a_removed_member_ends_and_its_folder_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let cfgs = configs(dir.path(), 3);
     let mut all = start_all(&cfgs).await;
-    let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() };
+    let open = pb::SessionOpenRequest {
+        level: strake_proto::FEATURE_LEVEL,
+        client_uuid: vec![1; 16].into(),
+        ..Default::default()
+    };
     let _: pb::SessionOpenReply = ask(&cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
     let gone = (leader_of(&all).await + 1) % 3;
     let step = pb::MemberStep { promote: vec![], remove: vec![gone as u64 + 1] };

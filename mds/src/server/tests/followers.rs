@@ -197,7 +197,11 @@ async fn a_follower_that_is_cut_off_or_without_a_leader_answers_nothing() {
     // The leader is cut off and believes for a while that it still leads: it gives no frontiers.
     let leader = w.leader().await;
     w.net.cut_off.lock().insert(leader as u32 + 1);
-    let request = pb::FrontierRequest { member: f as u64 + 1, ..Default::default() };
+    let request = pb::FrontierRequest {
+        level: strake_proto::FEATURE_LEVEL,
+        member: f as u64 + 1,
+        ..Default::default()
+    };
     let (r, took) =
         timed(w.ask_at(leader, Role::Server, opcode::FRONTIER, request.encode_to_vec().into()))
             .await;
@@ -300,8 +304,14 @@ async fn forged_and_ended_sessions_and_strangers_are_refused() {
             w.ask_at(at, role, opcode::FRONTIER, r.encode_to_vec().into()).await.map_err(|e| e.code)
         }
     };
-    let (leader, r) =
-        (w.leader().await, pb::FrontierRequest { member: f as u64 + 1, ..Default::default() });
+    let (leader, r) = (
+        w.leader().await,
+        pb::FrontierRequest {
+            level: strake_proto::FEATURE_LEVEL,
+            member: f as u64 + 1,
+            ..Default::default()
+        },
+    );
     assert_eq!(ask_frontier(leader, Role::Client, r).await.err(), Some(Code::Access));
     assert_eq!(ask_frontier(g, Role::Server, r).await.err(), Some(Code::NotLeader));
     let told = ask_frontier(leader, Role::Server, pb::FrontierRequest { member: u64::MAX, ..r })
@@ -336,6 +346,7 @@ async fn a_member_whose_state_is_replaced_tells_nothing_of_it() {
         change: Some(pb::members_request::Change::Learn(pb::MemberLearn {
             endpoint: format!("sim:{}", i + 1),
         })),
+        levels: false,
     };
     let ops = vec![pb::Op { op: Some(list()) }];
     let look = pb::MetaRequest { session, ops, ..Default::default() };

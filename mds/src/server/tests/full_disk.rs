@@ -76,7 +76,11 @@ struct Client {
 
 impl Client {
     async fn new(cfgs: &[Config], leader: usize) -> Client {
-        let open = pb::SessionOpenRequest { client_uuid: vec![1; 16].into(), ..Default::default() };
+        let open = pb::SessionOpenRequest {
+            level: strake_proto::FEATURE_LEVEL,
+            client_uuid: vec![1; 16].into(),
+            ..Default::default()
+        };
         let s: pb::SessionOpenReply = ask(cfgs, opcode::SESSION_OPEN, &open).await.unwrap();
         let conn = client_fabric().connect(&cfgs[leader].listen, None).await.unwrap();
         Client { conn, session: s.session, seq: 0 }

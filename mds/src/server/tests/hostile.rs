@@ -26,6 +26,7 @@ async fn sessions_that_nobody_was_given_are_refused() {
         let read = pb::MetaRequest { session, ..c.request(vec![lookup("d")]) };
         let change = pb::MetaRequest { session, seq: 1, ..c.request(vec![unlink("d")]) };
         let renew = pb::SessionRenewRequest {
+            level: strake_proto::FEATURE_LEVEL,
             session,
             hello: true,
             connection: u64::MAX,
@@ -125,7 +126,15 @@ async fn a_member_that_says_what_nobody_knows_is_harmless() {
     let leader = w.leader().await;
     let from = ((leader + 1) % 3) as u64 + 1;
     let (to, cluster, stamp) = (leader as u64 + 1, w.cluster.to_vec().into(), 1000 + from);
-    let batch = pb::RaftBatch { from, to, cluster, stamp, disk: !0, ..Default::default() };
+    let batch = pb::RaftBatch {
+        level: strake_proto::FEATURE_LEVEL,
+        from,
+        to,
+        cluster,
+        stamp,
+        disk: !0,
+        ..Default::default()
+    };
     w.ask_at(leader, Role::Server, opcode::RAFT, batch.encode_to_vec().into()).await.unwrap();
     c.one(mkdir("d")).await;
     let r = w

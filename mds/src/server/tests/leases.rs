@@ -44,6 +44,7 @@ impl<'a> Holder<'a> {
 
     async fn renewal(&self, connection: u64, hello: bool, lives_on: bool) -> Result<u32, Code> {
         let r = pb::SessionRenewRequest {
+            level: strake_proto::FEATURE_LEVEL,
             session: self.c.session,
             connection,
             hello,
@@ -428,6 +429,7 @@ async fn a_new_leader_waits_for_hellos_and_no_longer_than_a_term() {
         let began = Instant::now();
         let hello = |session| {
             let r = pb::SessionRenewRequest {
+                level: strake_proto::FEATURE_LEVEL,
                 session,
                 connection: 7,
                 hello: true,
@@ -473,6 +475,7 @@ async fn a_new_leader_waits_for_what_evicted_sessions_may_believe() {
         let elected = evicted.elapsed();
         for session in [a, by] {
             let r = pb::SessionRenewRequest {
+                level: strake_proto::FEATURE_LEVEL,
                 session,
                 connection: 7,
                 hello: true,
@@ -590,6 +593,7 @@ async fn a_close_that_comes_late_closes_nothing() {
     // It has closed one of them, and reports all open files on another connection.
     a.hello_again().await;
     let all = pb::SessionRenewRequest {
+        level: strake_proto::FEATURE_LEVEL,
         session: a.c.session,
         connection: a.connection,
         reassert: true,
@@ -614,6 +618,7 @@ async fn a_reassertion_that_comes_late_changes_nothing() {
     let mut a = Holder::new(&w, 1).await;
     let ino = a.one(create("f", 2)).await.results[0].ino;
     let all = |a: &Holder, hello, opens: &[u64]| pb::SessionRenewRequest {
+        level: strake_proto::FEATURE_LEVEL,
         session: a.c.session,
         connection: a.connection,
         reassert: true,

@@ -298,6 +298,7 @@ async fn the_lock_of_an_evicted_client_is_given_when_nothing_of_it_can_arrive_an
     let mut c = w.client(3).await;
     oss.up.store(false, Ordering::Relaxed);
     let dead = pb::SessionOpenRequest {
+        level: strake_proto::FEATURE_LEVEL,
         client_uuid: vec![4; 16].into(),
         dead: vec![vec![2; 16].into()],
         ..Default::default()

@@ -19,7 +19,7 @@ fn transfer(to: u64) -> Change {
 
 /// One attempt at the leader.
 async fn once(w: &World, change: Option<Change>) -> Result<pb::MembersReply, strake_proto::Error> {
-    let body = pb::MembersRequest { change }.encode_to_vec();
+    let body = pb::MembersRequest { change, levels: false }.encode_to_vec();
     let i = w.leader().await;
     let m = w.ask_at(i, Role::Server, opcode::MEMBERS, body.into()).await?;
     Ok(pb::MembersReply::decode(m.body).unwrap())
@@ -228,7 +228,8 @@ async fn what_cannot_be_is_refused_with_its_reason() {
     w.kill(own);
     // Clients are not to ask.
     let at = w.leader().await;
-    let body = pb::MembersRequest { change: Some(step(&[], &[leader % 3 + 1])) }.encode_to_vec();
+    let body = pb::MembersRequest { change: Some(step(&[], &[leader % 3 + 1])), levels: false }
+        .encode_to_vec();
     for opcode in [opcode::MEMBERS, opcode::PROBE] {
         let e = w.ask_at(at, Role::Client, opcode, body.clone().into()).await.unwrap_err();
         assert_eq!(e.code, Code::Access);

@@ -10,6 +10,7 @@ mod full_disk;
 mod holding;
 mod hostile;
 mod leases;
+mod levels;
 mod locks;
 mod members;
 mod owners;
@@ -416,6 +417,7 @@ async fn opens_are_reasserted_to_a_new_leader_and_orphans_wait_for_them() {
     let leader = w.leader().await;
     w.kill(leader);
     let renew = |reassert| pb::SessionRenewRequest {
+        level: strake_proto::FEATURE_LEVEL,
         session,
         reassert,
         opens: vec![ino],
@@ -527,14 +529,23 @@ async fn hostile_clients_are_refused_without_harm() {
     let refused = c.send(&long).await;
     assert!(refused.is_err() || refused.unwrap()[0].status.as_ref().unwrap().code != 0);
     // Servers' reports count only if they fit the map, too.
-    for h in
-        [pb::HeartbeatRequest::default(), pb::HeartbeatRequest { node: 1001, ..Default::default() }]
-    {
+    for h in [
+        pb::HeartbeatRequest { level: strake_proto::FEATURE_LEVEL, ..Default::default() },
+        pb::HeartbeatRequest {
+            level: strake_proto::FEATURE_LEVEL,
+            node: 1001,
+            ..Default::default()
+        },
+    ] {
         let r = w.ask::<pb::HeartbeatReply>(Role::Server, opcode::HEARTBEAT, &h).await;
         assert_eq!(r.unwrap_err().code, Code::Stale);
     }
     let r = w
-        .ask::<pb::RegisterReply>(Role::Server, opcode::REGISTER, &pb::RegisterRequest::default())
+        .ask::<pb::RegisterReply>(
+            Role::Server,
+            opcode::REGISTER,
+            &pb::RegisterRequest { level: strake_proto::FEATURE_LEVEL, ..Default::default() },
+        )
         .await;
     assert_eq!(r.unwrap_err().code, Code::Inval);
     assert_eq!(w.server().await.status().map.unwrap(), before);
@@ -542,6 +553,7 @@ async fn hostile_clients_are_refused_without_harm() {
     let echo = w.ask_at(0, Role::Client, opcode::ECHO, "hello".into()).await.unwrap();
     assert_eq!(&echo.body[..], b"hello");
     let noisy = pb::SessionOpenRequest {
+        level: strake_proto::FEATURE_LEVEL,
         client_uuid: vec![9; 16].into(),
         hostname: "\x1b[2J".into(),
         ..Default::default()

@@ -27,8 +27,12 @@ async fn a_session_is_touched_only_by_who_knows_its_uuid() {
     let w = World::new(1, |_| ()).await;
     let at = w.leader().await as u32 + 1;
     let uuid: Bytes = vec![9; 16].into();
-    let open =
-        pb::SessionOpenRequest { client_uuid: uuid.clone(), proves: true, ..Default::default() };
+    let open = pb::SessionOpenRequest {
+        level: strake_proto::FEATURE_LEVEL,
+        client_uuid: uuid.clone(),
+        proves: true,
+        ..Default::default()
+    };
     let own = w.net.connect(at, Role::Client);
     let r: pb::SessionOpenReply = call(&*own, opcode::SESSION_OPEN, &open).await.unwrap();
     let mut c = Client { world: &w, session: r.session, open: r, seq: 0 };
@@ -45,6 +49,7 @@ async fn a_session_is_touched_only_by_who_knows_its_uuid() {
     };
     c.seq -= 1;
     let renew = pb::SessionRenewRequest {
+        level: strake_proto::FEATURE_LEVEL,
         session,
         hello: true,
         connection: u64::MAX,
@@ -97,7 +102,12 @@ async fn a_session_is_touched_only_by_who_knows_its_uuid() {
 
     // Its client uses another connection, and names its uuid.
     let again = w.net.connect(at, Role::Client);
-    let renew = pb::SessionRenewRequest { session, client_uuid: uuid, ..Default::default() };
+    let renew = pb::SessionRenewRequest {
+        level: strake_proto::FEATURE_LEVEL,
+        session,
+        client_uuid: uuid,
+        ..Default::default()
+    };
     let _: pb::SessionRenewReply = call(&*again, opcode::SESSION_RENEW, &renew).await.unwrap();
     let _: pb::MetaReply =
         call(&*again, opcode::META, &c.request(vec![mkdir("again")])).await.unwrap();
@@ -116,7 +126,11 @@ async fn one_connection_does_not_open_all_sessions() {
     let mut refused = None;
     for n in 0..1000u64 {
         let client_uuid = [n.to_le_bytes(), [7; 8]].concat().into();
-        let open = pb::SessionOpenRequest { client_uuid, ..Default::default() };
+        let open = pb::SessionOpenRequest {
+            level: strake_proto::FEATURE_LEVEL,
+            client_uuid,
+            ..Default::default()
+        };
         if let Err(e) = call::<pb::SessionOpenReply>(&*greedy, opcode::SESSION_OPEN, &open).await {
             refused = Some((n, e));
             break;

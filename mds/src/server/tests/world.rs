@@ -322,6 +322,7 @@ impl World {
     pub(super) async fn client_that(&self, uuid: u8, write_back: bool, dead: &[u8]) -> Client<'_> {
         let dead = dead.iter().map(|n| vec![*n; 16].into()).collect();
         let body = pb::SessionOpenRequest {
+            level: strake_proto::FEATURE_LEVEL,
             client_uuid: vec![uuid; 16].into(),
             write_back,
             dead,
@@ -343,6 +344,7 @@ impl World {
         let listener = self.net.fabric(Role::Server).listen(&at, oss.clone()).await.unwrap();
         let stamp = 1 + self.started.elapsed().as_nanos() as u64;
         let register = pb::RegisterRequest {
+            level: strake_proto::FEATURE_LEVEL,
             name: format!("oss-{n}"),
             endpoints: vec![at.to_string()],
             targets: vec![pb::RegisterTarget {
@@ -368,6 +370,8 @@ pub(super) struct FakeOss {
     pub up: AtomicBool,
     /// Trims are refused.
     pub refuse: AtomicBool,
+    /// Its program knows feature level 0 only.
+    pub older: AtomicBool,
     /// It has not finished the requests of evicted sessions.
     pub busy: AtomicBool,
     pub trims: Mutex<Vec<DataRequest>>,
@@ -393,6 +397,10 @@ impl FakeOss {
         let mut seen = 0;
         while self.up.load(Ordering::Relaxed) {
             let h = pb::HeartbeatRequest {
+                level: match self.older.load(Ordering::Relaxed) {
+                    true => 0,
+                    false => strake_proto::FEATURE_LEVEL,
+                },
                 node: r.node,
                 map_version: self.map.lock().version,
                 targets: vec![pb::TargetReport {
@@ -551,6 +559,7 @@ impl Client<'_> {
         opens: &[u64],
     ) -> Result<pb::SessionRenewReply> {
         let r = pb::SessionRenewRequest {
+            level: strake_proto::FEATURE_LEVEL,
             session: self.session,
             reassert,
             opens: opens.to_vec(),

@@ -136,7 +136,11 @@ impl Visitor {
             for at in mds {
                 let Ok(mut hand) = Hand::reach(dir, at).await else { continue };
                 let client_uuid = Env::system().random_bytes::<16>().to_vec().into();
-                let open = pb::SessionOpenRequest { client_uuid, ..Default::default() };
+                let open = pb::SessionOpenRequest {
+                    level: strake_proto::FEATURE_LEVEL,
+                    client_uuid,
+                    ..Default::default()
+                };
                 if let Ok(r) = hand.call::<pb::SessionOpenReply>(opcode::SESSION_OPEN, &open).await
                 {
                     return Visitor { hand, session: r.session, seq: 0 };
