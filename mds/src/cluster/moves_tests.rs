@@ -247,7 +247,7 @@ fn a_pools_chain_stays_with_its_members() {
     members(&mut m, &[0, 1]);
     assert_eq!(planned(&m), [(1, vec![0, 3])]);
     let (_, sentence) = plan(&m, &[], &BTreeSet::new(), None).remove(0);
-    assert!(sentence.ends_with("to be emptied; no target of pool 'p' can take it"), "{sentence}");
+    assert!(sentence.ends_with("being drained; no target of pool 'p' can take it"), "{sentence}");
 }
 
 #[test]
