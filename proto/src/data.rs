@@ -9,7 +9,8 @@ use std::{ops::Range, time::Duration};
 use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::{
-    ChainId, ChunkId, Code, Error, Result, SessionId, TargetId, cap::CAP_LEN, layout::MAX_CHUNK,
+    ChainId, ChunkId, Code, Error, Result, SessionId, TargetId, cap::CAP_LEN, frame::Region,
+    layout::MAX_CHUNK,
 };
 
 pub const REQUEST_HEAD: usize = 96;
@@ -62,15 +63,6 @@ pub struct Writer {
     pub session: SessionId,
     pub seq: u64,
     pub version: Version,
-}
-
-/// A part of the requester's memory that the oss may read or write directly (RDMA). Empty on TCP,
-/// where bytes follow the frame.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Region {
-    pub addr: u64,
-    pub key: u32,
-    pub len: u32,
 }
 
 pub const FLAG_CAP: u8 = 1;

@@ -22,6 +22,15 @@ pub const FLAG_PAYLOAD_SUMMED: u8 = 1;
 /// the body, but was written to the requester's memory. Only on transports that support it (RDMA).
 pub const FLAG_REGIONS: u8 = 2;
 
+/// A part of the requester's memory that the oss may read or write directly (RDMA). Empty on TCP,
+/// where bytes follow the frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    pub addr: u64,
+    pub key: u32,
+    pub len: u32,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {

@@ -1,5 +1,5 @@
 //! Servers that are not reached directly: another server passes requests on, see
-//! [`strake_fabric::relay`]. So one cut link holds nothing up.
+//! [`strake_links::relay`]. So one cut link holds nothing up.
 //!
 //! The direct connection is tried first, and alone for a while. A refused direct connection is not
 //! relayed: the machine is there, but no server runs on it. A relayed connection is left as soon as
@@ -16,7 +16,8 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
-use strake_fabric::{Connection, Fabric, Relayed, relay};
+use strake_fabric::{Connection, Fabric};
+use strake_links::{Relayed, relay};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView, pb};
 use strake_runtime::Env;
 use tokio::time::{sleep, timeout};

@@ -17,8 +17,7 @@ use prost::Message as _;
 use strake_proto::{
     Code, Error, Result,
     checksum::crc32c,
-    data::Region,
-    frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, HEADER_LEN, Header, Kind, MAX_PAYLOAD},
+    frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, HEADER_LEN, Header, Kind, MAX_PAYLOAD, Region},
     opcode, pb,
 };
 use tokio::{
@@ -27,13 +26,11 @@ use tokio::{
 };
 
 use super::{
-    bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions, expected, no_memory},
+    bulk::{AskRoom, INLINE, REGIONS_HEAD, Regions, no_memory},
     room::{Charge, SHORT_BODY},
-    shared::{
-        Hold, Outgoing, Owed, Phase, Place, Placed, Shared, Waiter, is_summed, outgoing, sum,
-    },
+    shared::{Hold, Outgoing, Owed, Phase, Place, Placed, Shared, Waiter, outgoing, sum},
 };
-use crate::{Buf, BufMut, Message, Peer, Road, Role, Service, relay};
+use crate::{Buf, BufMut, Message, Peer, Road, Role, Service};
 
 /// Payloads with at least this much still to come are read in parts as large as the kernel allows.
 const LARGE: usize = 128 << 10;
@@ -619,7 +616,7 @@ async fn request<R: Incoming>(
 async fn handle(mut answer: Answer, m: Message, peer: Arc<Peer>, service: Arc<dyn Service>) {
     if peer.role == Role::Client {
         answer.is_bounded = true;
-        if !answer.payload_room(answer_len(&m)).await {
+        if !answer.payload_room(service.answer_len(&m)).await {
             return answer.send(Err(answer.shared.over()), None);
         }
     }
@@ -664,14 +661,6 @@ async fn place(s: &Shared, bytes: usize) -> Result<Place> {
         answer: None,
         answer_body: None,
     })
-}
-
-/// Maximum length of the answer's payload, where the request tells it.
-fn answer_len(m: &Message) -> usize {
-    match m.opcode {
-        opcode::RELAY => relay::inner(&m.body).map_or(0, |(op, body)| expected(op, body)),
-        op => expected(op, &m.body),
-    }
 }
 
 /// A request's answer, which is sent exactly once: a handler that panics answers with an error.
@@ -743,7 +732,7 @@ impl Answer {
             && m.payload_len() <= MAX_PAYLOAD as usize
         {
             let len = m.payload_len() as u32;
-            let crc = is_summed(self.header.opcode).then(|| sum(&m.payload));
+            let crc = (!m.is_covered).then(|| sum(&m.payload));
             let brought = async {
                 let room = match self.room.filter(|r| r.len >= len) {
                     Some(r) => r,

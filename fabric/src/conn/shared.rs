@@ -198,12 +198,6 @@ pub(crate) struct Shared {
     pulse: Notify,
 }
 
-/// Whether the transport adds a checksum to a payload of this opcode: yes, unless the body carries
-/// block checksums.
-pub(super) fn is_summed(op: u16) -> bool {
-    op < 0x0100 || matches!(op, opcode::EXTENTS | opcode::SYNC_LIST | opcode::LIST_CHUNKS)
-}
-
 pub(super) fn sum(payload: &[Buf]) -> u32 {
     use strake_proto::checksum::{combine, crc32c};
     payload.iter().fold(0, |crc, b| combine(crc, crc32c(b), b.len()))
@@ -379,7 +373,7 @@ pub(super) fn outgoing(
     let payload_len = m.payload_len();
     check_size(op, m.body.len(), payload_len)?;
     let mut f = frame(s, kind);
-    let summed = payload_len > 0 && is_summed(op);
+    let summed = payload_len > 0 && !m.is_covered;
     f.header.flags = if summed { FLAG_PAYLOAD_SUMMED } else { 0 };
     f.header.opcode = op;
     f.header.request_id = id;
@@ -580,7 +574,8 @@ impl Shared {
             let foreign = request.lend.take();
             let payload = request.payload_len();
             check_size(op, request.body.len(), payload)?;
-            let room = if self.bulk().is_some() { bulk::expected(op, &request.body) } else { 0 };
+            let room = request.answer_room.min(MAX_PAYLOAD as usize);
+            let room = if self.bulk().is_some() { room } else { 0 };
             let lent = foreign.as_ref().map_or(0, |what| what.memory().len() as usize);
             let slot = self.slot(payload.max(room).max(lent)).await?;
             let (tx, rx) = oneshot::channel();
@@ -641,7 +636,7 @@ impl Shared {
             Err(e) => return Err(e),
         };
         let placed = large.then(|| {
-            let crc = is_summed(m.opcode).then(|| sum(&m.payload));
+            let crc = (!m.is_covered).then(|| sum(&m.payload));
             m.payload.clear();
             Placed { len: len as u32, crc }
         });
@@ -663,11 +658,8 @@ impl Shared {
         };
         let bulk = self.bulk().ok_or_else(none)?;
         let len = what.memory().len();
-        let fits = matches!(
-            (m.opcode, what),
-            (opcode::READ, Lend::Room(_)) | (opcode::WRITE, Lend::Payload(_))
-        );
-        if !fits || !m.payload.is_empty() || len == 0 || len > u64::from(MAX_PAYLOAD) {
+        // The transport does not read foreign memory, so it cannot sum it.
+        if !m.is_covered || !m.payload.is_empty() || len == 0 || len > u64::from(MAX_PAYLOAD) {
             let m = format!("{len} bytes of foreign memory for request {:#06x}", m.opcode);
             return Err(Error::new(Code::Inval, m));
         }

@@ -4,7 +4,8 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Connection, Endpoint, Fabric, LeaderFinder, Message, traffic};
+use strake_fabric::{Connection, Endpoint, Fabric, Message};
+use strake_links::{LeaderFinder, payloads, traffic};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView, opcode, pb};
 use strake_runtime::Env;
 
@@ -89,7 +90,7 @@ impl Peers {
         // From here on the node may be up again, but slow.
         drop(connecting);
         let result = match connection {
-            Ok(conn) => conn.call(m, timeout).await,
+            Ok(conn) => conn.call(payloads::request(m), timeout).await,
             Err(e) => Err(Error::new(Code::Disconnected, e.message)),
         };
         let mut failing = self.failing.lock();
