@@ -4,6 +4,7 @@
 //! directions; a [`Service`] answers them. TCP and RDMA are implementations, the simulator's
 //! network another. Bulk bytes travel in [`Buf`]s: aligned, pooled, shared by reference from socket
 //! to disk.
+#![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
 #[cfg(feature = "admin")]
 pub mod admin;

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use strake_proto::frame::MAX_BODY;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::Options;
+use super::options::Options;
 use crate::endpoint::machine;
 
 /// Bodies up to this length are limited by the number of connections only.
