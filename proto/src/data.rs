@@ -9,7 +9,8 @@ use std::{ops::Range, time::Duration};
 use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::{
-    ChainId, ChunkId, Code, Error, Result, SessionId, TargetId, cap::CAP_LEN, layout::MAX_CHUNK,
+    ChainId, ChunkId, Code, Error, Result, SessionId, TargetId, cap::CAP_LEN, frame::Region,
+    layout::MAX_CHUNK,
 };
 
 /// Bytes of a request before its lists.
@@ -94,18 +95,6 @@ impl Writer {
             version: Version { epoch: r.u64()?, number: r.u64()? },
         })
     }
-}
-
-/// A part of the requester's memory that the oss may read or write directly (RDMA). Empty on TCP,
-/// where bytes follow the frame.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Region {
-    /// The address that the transport uses for it.
-    pub addr: u64,
-    /// The transport's key to it.
-    pub key: u32,
-    /// Bytes.
-    pub len: u32,
 }
 
 /// A capability follows. Set by the encoder.

@@ -24,6 +24,18 @@ pub const FLAG_PAYLOAD_SUMMED: u8 = 1;
 /// the body, but was written to the requester's memory. Only on transports that support it (RDMA).
 pub const FLAG_REGIONS: u8 = 2;
 
+/// A part of the requester's memory that the oss may read or write directly (RDMA). Empty on TCP,
+/// where bytes follow the frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// The address that the transport uses for it.
+    pub addr: u64,
+    /// The transport's key to it.
+    pub key: u32,
+    /// Bytes.
+    pub len: u32,
+}
+
 /// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]

@@ -10,7 +10,8 @@ use std::{
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use strake_fabric::{Message, Peer, Relay, Role, Service, unknown_opcode};
+use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
+use strake_links::{Relay, payloads};
 use strake_proto::{
     Code, Error, Incarnation, Kin, NodeId, Result, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb,
 };
@@ -125,6 +126,10 @@ impl Service for Mds {
         }
     }
 
+    fn answer_len(&self, m: &Message) -> usize {
+        payloads::answer_len(m.opcode, &m.body)
+    }
+
     fn disconnected(&self, peer: &Peer) {
         self.sessions.disconnected(peer);
         self.relay.disconnected(peer);
@@ -151,7 +156,8 @@ impl Mds {
         let body = std::mem::take(&mut request.body);
         let reply = match request.opcode {
             opcode::ECHO => {
-                return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload));
+                let answer = Message::new(opcode::ECHO, body).with_payload(request.payload);
+                return Ok(payloads::answer(opcode::ECHO, answer));
             }
             opcode::REGISTER
             | opcode::HEARTBEAT

@@ -9,7 +9,8 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::{Endpoint, Fabric, Listener, Relay};
+use strake_fabric::{Endpoint, Fabric, Listener};
+use strake_links::Relay;
 use strake_proto::{CapKey, Code, Error, Result, pb};
 use strake_runtime::Env;
 use strake_store::MetaStore;

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use strake_fabric::traffic;
+use strake_links::traffic;
 use strake_proto::pb;
 
 use super::{followers::Followers, member::Member, membership::slow_targets};
