@@ -52,8 +52,10 @@ unsafe impl Sync for Block {}
 
 impl Block {
     fn layout(cap: usize) -> Layout {
-        // Callers bound lengths far below `isize::MAX`: the wire by 16 MiB, files by their
-        // requests.
+        #[expect(
+            clippy::expect_used,
+            reason = "callers bound lengths far below: the wire by 16 MiB, files by their requests"
+        )]
         Layout::from_size_align(cap, ALIGN).expect("a buffer length below isize::MAX")
     }
 
@@ -154,12 +156,16 @@ impl Pool {
     /// least one, are kept for reuse up to the same limit. Buffers above 4 MiB, and those for which
     /// no region has enough contiguous memory, are allocated in addition.
     pub fn new(limit: u64) -> Pool {
+        Pool::over(Arena::default(), limit)
+    }
+
+    fn over(arena: Arena, limit: u64) -> Pool {
         let pages = (limit / ALIGN as u64).min(Semaphore::MAX_PERMITS as u64 / 2) as usize;
         Pool {
             shared: Arc::new(Shared {
                 limit: (pages * ALIGN) as u64,
                 room: Semaphore::new(pages),
-                arena: Mutex::default(),
+                arena: Mutex::new(arena),
                 used_bytes: AtomicU64::new(0),
                 waits: AtomicU64::new(0),
                 waiting: AtomicU64::new(0),
@@ -171,10 +177,8 @@ impl Pool {
     /// A pool whose buffers lie in kept memory from `offset` on, in as many regions as fit. Buffers
     /// that do not fit lie elsewhere ([`Buf::kept`] tells).
     pub fn kept(memory: Arc<SharedMemory>, offset: usize) -> Pool {
-        let mut pool = Pool::new((memory.len().saturating_sub(offset) / REGION * REGION) as u64);
-        let shared = Arc::get_mut(&mut pool.shared).expect("a pool that nobody else has yet");
-        shared.arena = Mutex::new(Arena::kept(memory, offset));
-        pool
+        let limit = (memory.len().saturating_sub(offset) / REGION * REGION) as u64;
+        Pool::over(Arena::kept(memory, offset), limit)
     }
 
     /// The block of kept memory in which a buffer of an earlier process lay, all of it visible.

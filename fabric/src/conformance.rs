@@ -1,6 +1,7 @@
 //! Checks of what every [`Fabric`] must do; they panic where it does not. For tests of any
 //! transport: give [`all`] two ends of it. Waits only for conditions, so it runs under tokio's
 //! paused time too.
+#![allow(clippy::expect_used, reason = "a check panics where a transport does not conform")]
 
 use std::{
     sync::{

@@ -7,6 +7,12 @@ use strake_proto::{Code, Error};
 /// Where metadata servers listen unless told otherwise.
 pub const MDS_PORT: u16 = 7400;
 
+/// The machine of an address: all of it but the port.
+pub fn machine(addr: &str) -> &str {
+    addr.rsplit_once([':', '/']).map_or(addr, |(host, _)| host)
+}
+
+/// Where a process is reached.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Endpoint {
     /// Host name or address, and port.

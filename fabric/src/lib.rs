@@ -4,6 +4,7 @@
 //! directions; a [`Service`] answers them. TCP and RDMA are implementations, the simulator's
 //! network another. Bulk bytes travel in [`Buf`]s: aligned, pooled, shared by reference from socket
 //! to disk.
+#![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
 #[cfg(feature = "admin")]
 pub mod admin;
@@ -13,11 +14,9 @@ pub mod conformance;
 pub mod conn;
 pub mod endpoint;
 pub mod foreign;
-pub mod leader;
 pub mod places;
 pub mod rdma;
 pub mod region;
-pub mod relay;
 pub mod roads;
 mod share;
 pub mod tcp;
@@ -32,10 +31,8 @@ use bytes::Bytes;
 use ed25519_dalek::{SigningKey, VerifyingKey};
 pub use endpoint::Endpoint;
 pub use foreign::{Foreign, Lend};
-pub use leader::LeaderFinder;
 pub use rdma::RdmaFabric;
 pub use region::{REGION, Region};
-pub use relay::{Relay, Relayed};
 pub use roads::{Roads, Use};
 use strake_proto::{Error, Result};
 use strake_runtime::{ClientKey, keyfile};
@@ -46,9 +43,9 @@ pub use turns::{Turn, Turns};
 /// The role that a connection's other end has proved in the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Knows the client key: may open sessions and present capabilities.
+    /// Knows the client key only. What it makes this end keep in memory is limited.
     Client,
-    /// Knows the cluster key: an mds or oss.
+    /// Knows the cluster key.
     Server,
 }
 
@@ -64,8 +61,15 @@ pub struct Message {
     /// Only in an answer as [`Connection::call`] returns it: how the request's payload was sent.
     /// For the answer's own payload, [`Buf::road`] tells how it came.
     pub went: Road,
+    /// Only in what is sent: the body brings checksums of the payload, or the answer's body does, so
+    /// the transport adds none and need not read the payload.
+    pub is_covered: bool,
+    /// Only in a request that is sent: most payload bytes that its answer may have; 0 where that is
+    /// not known. Room for them is lent to the peer at once where the transport can.
+    pub answer_room: usize,
     /// Only in a request: memory that is lent in place of its payload, or for the answer's payload.
-    /// READ and WRITE only, and only over a connection that [`Connection::lends`].
+    /// Only for a request that [`Message::is_covered`], and only over a connection that
+    /// [`Connection::lends`].
     pub lend: Option<Lend>,
     /// Only in an answer: bytes of its payload that the peer wrote to the lent memory, from the
     /// start. [`Message::payload`] is empty then.
@@ -94,7 +98,7 @@ pub struct Peer {
     pub addr: String,
     /// Unique per connection within this process.
     pub id: u64,
-    /// For requests in the other direction (lease recalls). Fails when the connection is gone.
+    /// For requests in the other direction. Fails when the connection is gone.
     pub back: Option<Arc<dyn Connection>>,
 }
 
@@ -104,6 +108,11 @@ pub struct Peer {
 pub trait Service: Send + Sync + 'static {
     /// The reply's opcode is ignored. An error reaches the caller as it is, code and message.
     async fn handle(&self, peer: &Peer, request: Message) -> Result<Message>;
+    /// Most payload bytes of the answer, where the request tells; 0 where it does not. Before a
+    /// client's request is handled, memory for its answer is reserved.
+    fn answer_len(&self, _request: &Message) -> usize {
+        0
+    }
     /// The connection is gone; nothing more comes from this peer.
     fn disconnected(&self, _peer: &Peer) {}
 }

@@ -9,9 +9,7 @@ use std::{
     },
 };
 
-use strake_proto::pb;
-
-use crate::{Buf, Fabric};
+use crate::Buf;
 
 /// How bytes came into a buffer, or left it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -137,17 +135,6 @@ pub struct Traffic {
     pub connections: u64,
     pub sent: u64,
     pub received: u64,
-}
-
-/// Traffic of each transport of a fabric, for `strake status`.
-pub fn roads(fabric: &dyn Fabric) -> Vec<pb::RoadStatus> {
-    let of = |(road, t): (&str, Traffic)| pb::RoadStatus {
-        road: road.into(),
-        connections: t.connections,
-        sent: t.sent,
-        received: t.received,
-    };
-    fabric.roads().into_iter().map(of).collect()
 }
 
 /// Counters of a connection, or of a whole fabric.

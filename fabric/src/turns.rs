@@ -29,7 +29,7 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use crate::{relay::machine, share::Share};
+use crate::{endpoint::machine, share::Share};
 
 /// Limit of waiting requests of one session.
 const MOST_OF_SESSION: usize = 256;

@@ -16,20 +16,30 @@
 //! | `data_dir` | what a server keeps on disk |
 //! | `offline` | works on a folder while no server uses it |
 //!
-//! All but the last four are pure: they have no clock, socket, thread or randomness.
+//! All but the last four are pure: they have no clock, socket, thread or randomness, as their lints
+//! say (`clippy.toml`).
 
 #![warn(unreachable_pub)]
+#![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
+#[warn(clippy::disallowed_methods, clippy::disallowed_types, clippy::iter_over_hash_type)]
 pub mod cluster;
 pub mod consensus;
 mod data_dir;
+#[warn(clippy::disallowed_methods, clippy::disallowed_types, clippy::iter_over_hash_type)]
 pub mod leases;
 mod levels;
+#[warn(clippy::disallowed_methods, clippy::disallowed_types, clippy::iter_over_hash_type)]
 pub mod lock_waiters;
+#[warn(clippy::disallowed_methods, clippy::disallowed_types, clippy::iter_over_hash_type)]
 pub mod namespace;
 pub mod offline;
+#[warn(clippy::disallowed_methods, clippy::disallowed_types, clippy::iter_over_hash_type)]
 mod recent_changes;
+#[warn(clippy::disallowed_methods, clippy::disallowed_types, clippy::iter_over_hash_type)]
 pub mod request_dedup;
 pub mod server;
+#[warn(clippy::disallowed_methods, clippy::disallowed_types, clippy::iter_over_hash_type)]
 mod sessions;
+#[warn(clippy::disallowed_methods, clippy::disallowed_types, clippy::iter_over_hash_type)]
 mod trim_progress;

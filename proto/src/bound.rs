@@ -32,11 +32,28 @@ pub enum Bound {
     #[default]
     Any,
     /// All on one chain, with indices below 2 to the power of `bits`.
-    One { chain: ChainId, bits: u32 },
+    One {
+        /// The chain.
+        chain: ChainId,
+        /// Limits the indices.
+        bits: u32,
+    },
     /// Chunk `i` on member `start + i % count` of a chain set, wrapping.
-    Set { set: u32, start: u32, count: u32 },
+    Set {
+        /// The id of the chain set.
+        set: u32,
+        /// The member with the first chunk.
+        start: u32,
+        /// Number of stripes.
+        count: u32,
+    },
     /// Chunk `i` on chain `i % count` of a list of 2 to 4.
-    List { count: u32, chains: [ChainId; 4] },
+    List {
+        /// Number of stripes.
+        count: u32,
+        /// Their chains; those beyond `count` are 0.
+        chains: [ChainId; 4],
+    },
     /// All on chains whose number modulo 26 has its bit set here.
     Mask(u32),
 }
@@ -44,7 +61,9 @@ pub enum Bound {
 /// Whether a chunk may be on a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fits {
+    /// It may.
     Yes,
+    /// It cannot be there.
     No,
     /// The map does not have the chain set yet.
     Unknown,
@@ -137,6 +156,7 @@ impl Bound {
         form | (rest & low(BITS)) << 3
     }
 
+    /// Reads what [`Bound::encode`] wrote. An unknown form is [`Bound::Any`].
     pub fn decode(word: u32) -> Bound {
         let (form, rest) = (word & 7, word >> 3 & low(BITS));
         match form {

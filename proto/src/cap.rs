@@ -6,6 +6,7 @@ use sha2::Sha256;
 
 use crate::{Code, DataId, Error, Ino, Result, SessionId, bound::Bound};
 
+/// Bytes of an encoded capability.
 pub const CAP_LEN: usize = 64;
 
 /// Bits of [`Capability::rights`].
@@ -13,29 +14,40 @@ pub const CAP_LEN: usize = 64;
 pub struct Rights(pub u32);
 
 impl Rights {
+    /// To read data.
     pub const READ: Rights = Rights(1);
+    /// To write data.
     pub const WRITE: Rights = Rights(2);
+    /// To truncate, and to remove chunks.
     pub const TRIM: Rights = Rights(4);
+    /// All rights that there are.
     pub const ALL: Rights = Rights(RIGHTS);
 
+    /// Whether these rights include all of the others.
     pub const fn has(self, other: Rights) -> bool {
         self.0 & other.0 == other.0
     }
+    /// Both together.
     #[must_use]
     pub const fn and(self, other: Rights) -> Rights {
         Rights(self.0 | other.0)
     }
 }
 
+/// What a client shows to a storage server: which rights to which file a session has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capability {
+    /// The file.
     pub ino: Ino,
+    /// Its data.
     pub data: DataId,
+    /// Whose capability it is.
     pub session: SessionId,
     /// Refused when below the session's minimum epoch at the oss (eviction).
     pub session_epoch: u64,
     /// Milliseconds since 1970-01-01 UTC after which it is refused.
     pub expiry_ms: u64,
+    /// What it allows.
     pub rights: Rights,
     /// The chains on which the file's chunks may be.
     pub bound: Bound,
@@ -115,10 +127,12 @@ pub fn same_bytes(a: &[u8], b: &[u8]) -> bool {
 }
 
 impl CapKey {
+    /// The key of a cluster.
     pub fn from_cluster_key(cluster_key: &[u8; 32]) -> CapKey {
         CapKey(derive_key(cluster_key, "strake capability v1"))
     }
 
+    /// Encodes a capability and signs it.
     pub fn seal(&self, c: &Capability) -> [u8; CAP_LEN] {
         let mut b = [0u8; CAP_LEN];
         b[0..8].copy_from_slice(&c.ino.to_le_bytes());

@@ -9,20 +9,26 @@ use std::{ops::Range, time::Duration};
 use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::{
-    ChainId, ChunkId, Code, Error, Result, SessionId, TargetId, cap::CAP_LEN, layout::MAX_CHUNK,
+    ChainId, ChunkId, Code, Error, Result, SessionId, TargetId, cap::CAP_LEN, frame::Region,
+    layout::MAX_CHUNK,
 };
 
+/// Bytes of a request before its lists.
 pub const REQUEST_HEAD: usize = 96;
+/// Bytes of a reply before its lists.
 pub const REPLY_HEAD: usize = 40;
 const VERSION: u16 = 1;
 /// Blocks of a 16 MiB chunk, plus one for an unaligned start.
 pub const MAX_SUMS: usize = 4097;
+/// Most changes that a chunk's record has.
 pub const MAX_WRITERS: usize = 64;
 /// Changes that a chunk's record remembers, so that a repeated change is recognized and a replay
 /// sees which sessions wrote since. A client flushes a chunk before half as many of its own changes
 /// are unstable.
 pub const KEPT_WRITERS: usize = MAX_WRITERS;
+/// Most parts of memory that one request offers.
 pub const MAX_REGIONS: usize = 256;
+/// Most replicas that one reply names.
 pub const MAX_BOOT_IDS: usize = 16;
 /// Parts of a 16 MiB chunk, each at least one block long and one block apart.
 pub const MAX_DAMAGED: usize = 2048;
@@ -47,6 +53,20 @@ pub enum Kind {
     Punch = 5,
 }
 
+impl Kind {
+    fn of(number: u8) -> Result<Kind> {
+        Ok(match number {
+            0 => Kind::None,
+            1 => Kind::Write,
+            2 => Kind::Truncate,
+            3 => Kind::Remove,
+            4 => Kind::Replace,
+            5 => Kind::Punch,
+            k => return Err(bad(&format!("unknown update kind {k}"))),
+        })
+    }
+}
+
 /// Version number of a chunk's last change. Ordered by epoch of the chain first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
@@ -59,20 +79,25 @@ pub struct Version {
 /// A change already applied to a chunk, kept so that a retry is answered and not applied twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Writer {
+    /// Who made the change.
     pub session: SessionId,
+    /// Its number in that session.
     pub seq: u64,
+    /// The version that it gave the chunk.
     pub version: Version,
 }
 
-/// A part of the requester's memory that the oss may read or write directly (RDMA). Empty on TCP,
-/// where bytes follow the frame.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Region {
-    pub addr: u64,
-    pub key: u32,
-    pub len: u32,
+impl Writer {
+    fn read(r: &mut Reader<'_>) -> Result<Writer> {
+        Ok(Writer {
+            session: r.u64()?,
+            seq: r.u64()?,
+            version: Version { epoch: r.u64()?, number: r.u64()? },
+        })
+    }
 }
 
+/// A capability follows. Set by the encoder.
 pub const FLAG_CAP: u8 = 1;
 /// Answer only when the update is flushed on every in-sync replica.
 pub const FLAG_STABLE: u8 = 2;
@@ -102,15 +127,19 @@ pub const GRANT_UNIT: u64 = 4096;
 /// Maximum number of units that one session has of one target: 64 MiB.
 pub const MAX_GRANT: u64 = (64 << 20) / GRANT_UNIT;
 
+/// The body of a data-plane request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataRequest {
+    /// What it does to its chunk.
     pub kind: Kind,
     /// [`FLAG_STABLE`] | [`FLAG_REPLAY`] | [`FLAG_TOMBSTONE`] | [`FLAG_GRANTED`]; the others are
     /// set by the encoder.
     pub flags: u8,
+    /// The chain that the chunk is on.
     pub chain: ChainId,
     /// The chain's epoch as the sender knows it; a replica with another epoch answers `StaleEpoch`.
     pub epoch: u64,
+    /// The chunk. TRIM: the first one to be removed.
     pub chunk: ChunkId,
     /// The target addressed on the receiving oss.
     pub target: TargetId,
@@ -120,9 +149,13 @@ pub struct DataRequest {
     /// Bytes read or written. TRIM: bytes kept of chunk `index - 1`, `u32::MAX` = leave it. Lists:
     /// entries wanted. EXTENTS: extents wanted, 0 = only their sum. GRANT: units wanted.
     pub len: u32,
+    /// The session that sends it.
     pub session: SessionId,
+    /// Counts the session's requests.
     pub seq: u64,
+    /// The version that the update gets or has; the chain's head gives it.
     pub version: Version,
+    /// The sender's right to the file, see [`Capability`](crate::Capability).
     pub cap: Option<[u8; CAP_LEN]>,
     /// WRITE, FLUSH: how many updates the session had given up without knowing their result when
     /// this was sent. A head that has seen a newer round refuses updates of older ones: they may be
@@ -134,7 +167,9 @@ pub struct DataRequest {
     pub heard: u64,
     /// One CRC32C per 4 KiB block touched, see [`crate::checksum`].
     pub sums: Vec<u32>,
+    /// SYNC_PUT: the changes that the chunk's record remembers.
     pub writers: Vec<Writer>,
+    /// The sender's memory for the payload.
     pub regions: Vec<Region>,
     /// SYNC_PUT: ranges of the chunk, in order, that have no good copy. Whole blocks, except at the
     /// chunk's end. The payload has zeros there.
@@ -166,6 +201,7 @@ impl DataRequest {
         }
     }
 
+    /// Encodes it as a frame's body.
     pub fn encode(&self) -> Bytes {
         let cap = if self.cap.is_some() { CAP_LEN } else { 0 };
         let round = if self.round != 0 { 8 } else { 0 };
@@ -227,20 +263,13 @@ impl DataRequest {
         b.freeze()
     }
 
+    /// Reads a body. `Protocol` for anything malformed.
     pub fn decode(body: &[u8]) -> Result<DataRequest> {
         let mut r = Reader(body);
         if r.u16()? != VERSION {
             return Err(bad("data request of another version"));
         }
-        let kind = match r.u8()? {
-            0 => Kind::None,
-            1 => Kind::Write,
-            2 => Kind::Truncate,
-            3 => Kind::Remove,
-            4 => Kind::Replace,
-            5 => Kind::Punch,
-            k => return Err(bad(&format!("unknown update kind {k}"))),
-        };
+        let kind = Kind::of(r.u8()?)?;
         let flags = r.u8()?;
         if flags & !FLAGS != 0 {
             return Err(bad(&format!("unknown flags {flags:#x} of a data request")));
@@ -270,15 +299,7 @@ impl DataRequest {
             return Err(bad("a time of 0 is never sent"));
         }
         let sums = (0..sums).map(|_| r.u32()).collect::<Result<_>>()?;
-        let writers = (0..writers)
-            .map(|_| {
-                Ok(Writer {
-                    session: r.u64()?,
-                    seq: r.u64()?,
-                    version: Version { epoch: r.u64()?, number: r.u64()? },
-                })
-            })
-            .collect::<Result<_>>()?;
+        let writers = (0..writers).map(|_| Writer::read(&mut r)).collect::<Result<_>>()?;
         let regions = (0..regions)
             .map(|_| Ok(Region { addr: r.u64()?, key: r.u32()?, len: r.u32()? }))
             .collect::<Result<_>>()?;
@@ -307,6 +328,7 @@ impl DataRequest {
     }
 }
 
+/// [`DataReply::stable`] among the flags of a reply.
 pub const REPLY_STABLE: u8 = 1;
 
 /// A replica at the time of its answer. If its number has changed since, the replica restarted or
@@ -319,8 +341,10 @@ pub struct BootId {
     pub number: u64,
 }
 
+/// The body of a data-plane reply.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DataReply {
+    /// The update is flushed on every in-sync replica.
     pub stable: bool,
     /// The chunk's version after (updates) or at (reads) the request.
     pub version: Version,
@@ -329,12 +353,14 @@ pub struct DataReply {
     /// Reads: bytes that exist, at most what was asked; missing bytes read as zeros up to the
     /// file's size. GRANT: units granted. SYNC_PUT: not 0 while applications wait for the target.
     pub len: u32,
+    /// Reads: the checksums of the blocks.
     pub sums: Vec<u32>,
     /// Of the replicas that have what the reply confirms, the answering one first.
     pub boot_ids: Vec<BootId>,
 }
 
 impl DataReply {
+    /// Encodes it as a frame's body.
     pub fn encode(&self) -> Bytes {
         let mut b =
             BytesMut::with_capacity(REPLY_HEAD + self.sums.len() * 4 + self.boot_ids.len() * 16);
@@ -359,6 +385,7 @@ impl DataReply {
         b.freeze()
     }
 
+    /// Reads a body. `Protocol` for anything malformed.
     pub fn decode(body: &[u8]) -> Result<DataReply> {
         let mut r = Reader(body);
         if r.u16()? != VERSION {
@@ -398,6 +425,7 @@ pub struct Clock {
 }
 
 impl Clock {
+    /// Encodes it as a frame's body.
     pub fn encode(&self) -> Bytes {
         let mut b = BytesMut::with_capacity(16);
         b.put_u64_le(self.now);
@@ -406,6 +434,7 @@ impl Clock {
         b.freeze()
     }
 
+    /// Reads a body. `Protocol` for anything malformed, and for a time or a life of 0.
     pub fn decode(body: &[u8]) -> Result<Clock> {
         let mut r = Reader(body);
         let (now, life) = (r.u64()?, r.u32()?);
@@ -427,12 +456,17 @@ impl Clock {
 /// One chunk in the payload of a SYNC_LIST or LIST_CHUNKS reply, 48 bytes. Sorted by chunk id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ListEntry {
+    /// The chunk.
     pub chunk: ChunkId,
+    /// Its version.
     pub version: Version,
+    /// Its bytes.
     pub len: u32,
+    /// It was removed; only its version is left.
     pub tombstone: bool,
 }
 
+/// Bytes of an encoded entry.
 pub const LIST_ENTRY: usize = 48;
 
 impl ListEntry {
@@ -442,6 +476,7 @@ impl ListEntry {
             && page.is_sorted_by(|a, b| a.chunk < b.chunk)
     }
 
+    /// Encodes a page as a payload.
     pub fn encode_all(entries: &[ListEntry]) -> Bytes {
         let mut b = BytesMut::with_capacity(entries.len() * LIST_ENTRY);
         for e in entries {
@@ -456,6 +491,7 @@ impl ListEntry {
         b.freeze()
     }
 
+    /// Reads a payload. `Protocol` for anything malformed.
     pub fn decode_all(payload: &[u8]) -> Result<Vec<ListEntry>> {
         let mut r = Reader(payload);
         let mut out = Vec::with_capacity(payload.len() / LIST_ENTRY);
@@ -499,6 +535,7 @@ const EXTENTS_HEAD: usize = 24;
 const EXTENT: usize = 16;
 
 impl Extents {
+    /// Encodes it as a payload.
     pub fn encode(&self) -> Bytes {
         let mut b = BytesMut::with_capacity(EXTENTS_HEAD + self.found.len() * EXTENT);
         let (index, offset) = self.next.unwrap_or((u64::MAX, 0));

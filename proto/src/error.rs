@@ -5,6 +5,7 @@ use std::fmt;
 
 use crate::{NodeId, pb};
 
+/// A result with the common error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 macro_rules! codes {
@@ -12,7 +13,7 @@ macro_rules! codes {
         /// Why a request failed. The numbers are wire format: append only.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u16)]
-        pub enum Code { $($(#[$doc])* $name = $num,)* }
+        pub enum Code { $($(#[$doc])* #[doc = concat!("Errno ", $errno, ".")] $name = $num,)* }
 
         impl Code {
             /// Unknown numbers (of a newer peer) read as [`Code::Io`].
@@ -23,6 +24,7 @@ macro_rules! codes {
             pub const fn errno(self) -> i32 {
                 match self { $(Code::$name => $errno,)* }
             }
+            /// All codes.
             pub const ALL: &'static [Code] = &[$(Code::$name,)*];
         }
     };
@@ -104,21 +106,26 @@ codes! {
 /// An error with a message about its cause.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Error {
+    /// What went wrong, for programs.
     pub code: Code,
+    /// What went wrong, for people.
     pub message: String,
     /// With [`Code::NotLeader`]: the leader's node id, 0 if unknown.
     pub leader: NodeId,
 }
 
 impl Error {
+    /// An error of this code.
     pub fn new(code: Code, message: impl Into<String>) -> Error {
         Error { code, message: message.into(), leader: 0 }
     }
 
+    /// [`Code::NotLeader`], with the leader's node id, 0 if unknown.
     pub fn not_leader(leader: NodeId) -> Error {
         Error { code: Code::NotLeader, message: "not the metadata leader".into(), leader }
     }
 
+    /// The Linux errno that a program sees.
     pub const fn errno(&self) -> i32 {
         self.code.errno()
     }
@@ -147,6 +154,7 @@ impl Error {
         )
     }
 
+    /// The error as a message.
     pub fn to_status(&self) -> pb::Status {
         pb::Status { code: self.code as u32, message: self.message.clone(), leader: self.leader }
     }

@@ -8,7 +8,9 @@
 
 use crate::{Code, Error, Result, checksum::crc32c};
 
+/// The first four bytes of each frame.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"STRK");
+/// Bytes of a header.
 pub const HEADER_LEN: usize = 64;
 /// Maximum body length that a receiver accepts.
 pub const MAX_BODY: u32 = 4 << 20;
@@ -22,10 +24,25 @@ pub const FLAG_PAYLOAD_SUMMED: u8 = 1;
 /// the body, but was written to the requester's memory. Only on transports that support it (RDMA).
 pub const FLAG_REGIONS: u8 = 2;
 
+/// A part of the requester's memory that the oss may read or write directly (RDMA). Empty on TCP,
+/// where bytes follow the frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// The address that the transport uses for it.
+    pub addr: u64,
+    /// The transport's key to it.
+    pub key: u32,
+    /// Bytes.
+    pub len: u32,
+}
+
+/// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
+    /// Asks for something.
     Request = 1,
+    /// The answer to a request.
     Response = 2,
     /// Reserved.
     Hello = 3,
@@ -35,26 +52,37 @@ pub enum Kind {
     KeepAlive = 5,
 }
 
+/// The first bytes of a frame, which say what follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
+    /// The wire version of the connection.
     pub version: u16,
+    /// What the frame is.
     pub kind: Kind,
+    /// [`FLAG_PAYLOAD_SUMMED`] | [`FLAG_REGIONS`].
     pub flags: u8,
+    /// The request, see [`crate::opcode`].
     pub opcode: u16,
     /// Responses: 0 = ok, else a [`Code`]; the body is then a `Status` message.
     pub status: u16,
     /// Requests: how long the sender will wait, in milliseconds; 0 = no limit.
     pub deadline_ms: u32,
+    /// Chosen by the requester, and repeated in the response.
     pub request_id: u64,
+    /// Bytes of the body.
     pub body_len: u32,
+    /// Bytes of the payload.
     pub payload_len: u32,
+    /// CRC32C of the body.
     pub body_crc: u32,
+    /// CRC32C of the payload, if [`FLAG_PAYLOAD_SUMMED`] is set.
     pub payload_crc: u32,
     /// Copied from a user's operation to every request that it causes.
     pub trace: u64,
 }
 
 impl Header {
+    /// Encodes it, with a checksum over the header.
     pub fn encode(&self) -> [u8; HEADER_LEN] {
         let mut b = [0u8; HEADER_LEN];
         b[0..4].copy_from_slice(&MAGIC.to_le_bytes());

@@ -9,9 +9,11 @@ use crate::{Code, Error};
 pub type Ino = u64;
 /// Identifies the bytes of one layout instance of a file; never reused.
 pub type DataId = u64;
+/// Identifies a chain; never reused.
 pub type ChainId = u32;
 /// The OST index that `lfs` shows as `obdidx`.
 pub type TargetId = u32;
+/// Identifies a server: the Raft id of a metadata server, from 1,001 on a storage server.
 pub type NodeId = u32;
 /// 0 is "no session".
 pub type SessionId = u64;
@@ -29,8 +31,11 @@ pub const fn shard_of(ino: Ino) -> u16 {
 /// One chunk of a file: `index` counts chunks from the start of the file (see [`crate::layout`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkId {
+    /// The file.
     pub ino: Ino,
+    /// Its data.
     pub data: DataId,
+    /// Its place in the file.
     pub index: u64,
 }
 
@@ -44,8 +49,11 @@ impl fmt::Display for ChunkId {
 /// (ino >> 32)`, `oid = ino & 0xffffffff`, `ver = 0`; the root is `[0x200000007:0x1:0x0]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fid {
+    /// The sequence.
     pub seq: u64,
+    /// The object within the sequence.
     pub oid: u32,
+    /// The version, always 0.
     pub ver: u32,
 }
 
@@ -53,6 +61,7 @@ const FID_SEQ_ROOT: u64 = 0x2_0000_0007;
 const FID_SEQ_NORMAL: u64 = 0x2_0000_0400;
 
 impl Fid {
+    /// The FID of an inode.
     pub const fn from_ino(ino: Ino) -> Fid {
         if ino == ROOT_INO {
             return Fid { seq: FID_SEQ_ROOT, oid: 1, ver: 0 };

@@ -18,6 +18,7 @@ pub struct Incarnation(pub u64);
 /// The relation of another incarnation to the own one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kin {
+    /// They are the same.
     Same,
     /// The other one was given up when the own one began, or before.
     Older,
@@ -52,6 +53,7 @@ impl Incarnation {
         self.0 >> ERA_SHIFT
     }
 
+    /// How another incarnation is related to this one.
     pub fn kin(self, other: Incarnation) -> Kin {
         match other.era().cmp(&self.era()) {
             Ordering::Less => Kin::Older,

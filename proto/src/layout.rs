@@ -9,30 +9,40 @@ use crate::{ChainId, ChunkId, Code, Error, Ino, Result, map::MapView, pb};
 
 /// Stripe sizes are multiples of this (Lustre's LOV_MIN_STRIPE_SIZE).
 pub const STRIPE_UNIT: u32 = 64 << 10;
+/// Bytes of the largest chunk.
 pub const MAX_CHUNK: u64 = 16 << 20;
+/// Bytes of a stripe where nobody chose otherwise.
 pub const DEFAULT_STRIPE_SIZE: u32 = 4 << 20;
 /// Lustre's LOV_MAX_STRIPE_COUNT.
 pub const MAX_STRIPES: usize = 2000;
 /// Largest file: chunk arithmetic stays far from overflow and offsets fit the kernel's signed type.
 pub const MAX_FILE_SIZE: u64 = 1 << 50;
+/// The end of a component that has none.
 pub const EOF: u64 = u64::MAX;
 
 /// A layout with its chains resolved, ready for arithmetic.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StripeMap {
+    /// The file.
     pub ino: Ino,
+    /// Its data.
     pub data: u64,
+    /// Bytes.
     pub stripe_size: u64,
+    /// The chain of each stripe; the next stripe has the first one again.
     pub chains: Vec<ChainId>,
 }
 
 /// A piece of a file that lies in one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
+    /// The chunk that it lies in.
     pub chunk: ChunkId,
+    /// The chunk's chain.
     pub chain: ChainId,
     /// Bytes from the start of the chunk.
     pub offset: u32,
+    /// Bytes.
     pub len: u32,
     /// Bytes from the start of the file.
     pub file_offset: u64,
@@ -42,6 +52,7 @@ pub struct Piece {
 /// `first_gone - 1` keeps `kept` bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
+    /// Index of the first chunk that is removed.
     pub first_gone: u64,
     /// `u32::MAX`: chunk `first_gone - 1` is kept as it is.
     pub kept: u32,
@@ -138,13 +149,15 @@ impl StripeMap {
     /// The first chunk after `index` on the same chain, by the layout alone.
     pub fn next_on_chain(&self, index: u64) -> u64 {
         let (k, chain) = (self.chunks_per_stripe(), self.chain_of(index));
-        if !(index + 1).is_multiple_of(k) {
-            return index + 1;
+        let next = index.saturating_add(1);
+        if !next.is_multiple_of(k) {
+            return next;
         }
         // A chain may be in the layout more than once.
-        let after = (index + 1) / k;
+        let after = next / k;
         let n = self.chains.len() as u64;
-        (after..after + n).find(|s| self.chains[(s % n) as usize] == chain).unwrap_or(after) * k
+        let on = |s: &u64| self.chains[(s % n) as usize] == chain;
+        (after..after.saturating_add(n)).find(on).unwrap_or(after).saturating_mul(k)
     }
 
     /// The first chunk from `index` on that lies on a chain of the layout.
@@ -153,8 +166,9 @@ impl StripeMap {
         if self.chain_of(index) == chain {
             return index;
         }
-        let after = index / k + 1;
-        (after..after + n).find(|s| self.chains[(s % n) as usize] == chain).unwrap_or(after) * k
+        let after = (index / k).saturating_add(1);
+        let on = |s: &u64| self.chains[(s % n) as usize] == chain;
+        (after..after.saturating_add(n)).find(on).unwrap_or(after).saturating_mul(k)
     }
 
     /// The chain of a chunk.

@@ -4,6 +4,9 @@
 //!
 //! Every format here is specified in `docs/formats.md`.
 
+#![warn(missing_docs)]
+#![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
+
 pub mod bound;
 pub mod cap;
 pub mod checksum;
@@ -22,7 +25,8 @@ pub mod rows;
 pub mod seal;
 
 /// Control messages generated from `schema/*.proto`.
-#[allow(clippy::all, rustdoc::all)]
+// The schema has the comments.
+#[allow(clippy::all, clippy::unwrap_used, clippy::expect_used, missing_docs, rustdoc::all)]
 pub mod pb {
     include!(concat!(env!("OUT_DIR"), "/strake.v1.rs"));
 }

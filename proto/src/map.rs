@@ -19,11 +19,15 @@ use pb::ReplicaState;
 /// be more: the storage server asks again at once, and takes no lease before it has all of them.
 pub const MAX_EVICTED: usize = 1024;
 
+/// A metadata server.
 pub const ROLE_MDS: u32 = 1;
+/// A storage server.
 pub const ROLE_OSS: u32 = 2;
 
+/// A map with its indices.
 #[derive(Clone, Debug, Default)]
 pub struct MapView {
+    /// The map.
     pub map: pb::ClusterMap,
     chains: BTreeMap<ChainId, usize>,
     targets: BTreeMap<TargetId, usize>,
@@ -87,18 +91,23 @@ impl MapView {
         out
     }
 
+    /// Counts the changes of the map.
     pub fn version(&self) -> u64 {
         self.map.version
     }
+    /// A chain by id.
     pub fn chain(&self, id: ChainId) -> Option<&pb::Chain> {
         self.chains.get(&id).map(|i| &self.map.chains[*i])
     }
+    /// A target by id.
     pub fn target(&self, id: TargetId) -> Option<&pb::Target> {
         self.targets.get(&id).map(|i| &self.map.targets[*i])
     }
+    /// A node by id.
     pub fn node(&self, id: NodeId) -> Option<&pb::Node> {
         self.nodes.get(&id).map(|i| &self.map.nodes[*i])
     }
+    /// A chain set by id.
     pub fn set(&self, id: u32) -> Option<&pb::ChainSet> {
         self.sets.get(&id).map(|i| &self.map.sets[*i])
     }
@@ -121,11 +130,14 @@ impl MapView {
 pub trait ChainExt {
     /// In-sync replicas, head to tail.
     fn serving(&self) -> impl Iterator<Item = TargetId> + '_;
+    /// The first in-sync replica, which orders updates.
     fn head(&self) -> Option<TargetId>;
+    /// The last in-sync replica.
     fn tail(&self) -> Option<TargetId>;
     /// The replica to which updates of `target` are forwarded: the next SERVING one, or for the
     /// tail the SYNCING one.
     fn successor(&self, target: TargetId) -> Option<(TargetId, ReplicaState)>;
+    /// The state of a target's replica; `None` if it has none.
     fn state_of(&self, target: TargetId) -> Option<ReplicaState>;
     /// The OST index of this chain.
     fn ost_index(&self) -> TargetId;

@@ -2,8 +2,11 @@
 
 /// Client to mds; bodies in `schema/meta.proto`.
 pub const SESSION_OPEN: u16 = 0x0001;
+/// Client to mds: a sign of life, and what it has open.
 pub const SESSION_RENEW: u16 = 0x0002;
+/// Client to mds: the session ends, everything was reported.
 pub const SESSION_CLOSE: u16 = 0x0003;
+/// Client to mds: a list of operations.
 pub const META: u16 = 0x0004;
 /// Anyone to mds: the cluster map.
 pub const MAP: u16 = 0x0005;
@@ -14,6 +17,7 @@ pub const RECALL: u16 = 0x0007;
 
 /// oss to mds; bodies in `schema/cluster.proto`.
 pub const REGISTER: u16 = 0x0041;
+/// oss to mds: a sign of life, and how full targets are.
 pub const HEARTBEAT: u16 = 0x0042;
 /// Data that is about to be deleted or truncated, for fsck.
 pub const PENDING: u16 = 0x0043;
@@ -22,6 +26,7 @@ pub const PLACES: u16 = 0x0044;
 
 /// mds to mds.
 pub const RAFT: u16 = 0x0061;
+/// mds to mds: parts of a copy of the state.
 pub const SNAPSHOT: u16 = 0x0062;
 /// From a holder of the cluster key to an mds: the group's members, and changes of them.
 pub const MEMBERS: u16 = 0x0063;
@@ -37,6 +42,7 @@ pub const RELAY: u16 = 0x0082;
 
 /// Data plane; bodies are [`crate::data`] headers.
 pub const READ: u16 = 0x0101;
+/// Writes to a chunk.
 pub const WRITE: u16 = 0x0102;
 /// Makes every write of a chain stable.
 pub const FLUSH: u16 = 0x0103;
@@ -50,9 +56,11 @@ pub const GRANT: u16 = 0x0106;
 pub const CLOCK: u16 = 0x0107;
 /// Chain-internal: forwards the same update to the next replica.
 pub const FORWARD: u16 = 0x0111;
+/// Chain-internal: makes every write of a chain stable.
 pub const FORWARD_FLUSH: u16 = 0x0112;
 /// Chain-internal resync: lists versions of the successor, puts a whole chunk, finishes.
 pub const SYNC_LIST: u16 = 0x0113;
+/// Chain-internal resync: puts a whole chunk.
 pub const SYNC_PUT: u16 = 0x0114;
 /// A target that has left a chain asks a replica in sync whether that replica can read all of a
 /// chunk (0.0.0: says that it is alive).

@@ -3,6 +3,7 @@
 
 use sha2::{Digest as _, Sha256};
 
+/// Bytes of a digest.
 pub const DIGEST: usize = 32;
 /// A SHA-256 digest.
 pub type Digest = [u8; DIGEST];
@@ -47,9 +48,11 @@ impl Default for Leaf {
 }
 
 impl Leaf {
+    /// Takes the next bytes of the extent.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
+    /// The digest, after all bytes.
     pub fn finish(self) -> Digest {
         self.0.finalize().into()
     }

@@ -3,7 +3,8 @@
 use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
-use strake_fabric::{Endpoint, Fabric, Road, traffic};
+use strake_fabric::{Endpoint, Fabric, Road};
+use strake_links::traffic;
 use strake_proto::{
     Ino, Result,
     ids::ROOT_INO,

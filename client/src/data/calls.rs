@@ -7,6 +7,7 @@ use std::{
 };
 
 use strake_fabric::{Connection, Message, Road};
+use strake_links::payloads;
 use strake_proto::{
     ChainId, Code, Error, Result, SessionId, TargetId,
     data::{DataReply, DataRequest},
@@ -110,7 +111,7 @@ impl Storage {
         Counters::add(&self.shared.stats.data_reads, u64::from(m.opcode == opcode::READ));
         Counters::add(&self.shared.stats.data_writes, u64::from(m.opcode == opcode::WRITE));
         way.hands(1);
-        let call = conn.call(m, DATA_TRY);
+        let call = conn.call(payloads::request(m), DATA_TRY);
         tokio::pin!(call);
         loop {
             tokio::select! {

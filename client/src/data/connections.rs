@@ -1,20 +1,15 @@
 //! Connections to storage servers: a few per node, made when first needed and made again after they
 //! broke.
 
-use futures_util::future::BoxFuture;
-use std::{
-    collections::BTreeMap,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
-use parking_lot::Mutex;
+use futures_util::future::BoxFuture;
 use strake_fabric::{Connection, Fabric};
-use strake_proto::{Code, Error, NodeId, Result, pb};
-use tokio::{sync::Mutex as AsyncMutex, time::Instant};
+use strake_links::{
+    ConnectionPool, connect,
+    pool::{Attempt, Limits},
+};
+use strake_proto::{NodeId, Result, pb};
 
 use crate::data::relays::Relays;
 
@@ -22,49 +17,26 @@ const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 /// How long after a failure other callers get the same error before the node is tried again.
 const FAILURE_STANDS: Duration = Duration::from_millis(100);
 
-#[derive(Default)]
-struct Slot {
-    conn: Option<(Arc<dyn Connection>, Instant)>,
-    failed: Option<(Instant, Error)>,
-}
-
-struct Node {
-    slots: Vec<AsyncMutex<Slot>>,
-    turn: AtomicUsize,
-    /// When a connection of this node was last seen to have ended: no connection made before that
-    /// is trusted.
-    ended: Mutex<Option<Instant>>,
-}
-
-impl Node {
-    /// A connection whose end is not noticed yet is as dead as the one that was noticed, and each
-    /// would be waited for in turn.
-    fn notice_ends(&self) {
-        let mut any = false;
-        for mut slot in self.slots.iter().filter_map(|s| s.try_lock().ok()) {
-            any |= slot.conn.take_if(|(c, _)| c.is_closed()).is_some();
-        }
-        if any {
-            *self.ended.lock() = Some(Instant::now());
-        }
-    }
-}
-
 pub(crate) struct Connections {
-    per_node: usize,
-    nodes: Mutex<BTreeMap<NodeId, Arc<Node>>>,
+    pool: ConnectionPool<NodeId>,
     /// Servers that can pass requests on to a node that is not reached directly, if used.
     relays: Option<Arc<Relays>>,
 }
 
 impl Connections {
     pub fn new(per_node: usize) -> Connections {
-        Connections { per_node, nodes: Mutex::default(), relays: None }
+        Connections::with(per_node, None)
     }
 
     /// Like `new`, but nodes that are not reached directly are reached through others.
     pub fn relayed(per_node: usize, relays: Arc<Relays>) -> Connections {
-        Connections { relays: Some(relays), ..Connections::new(per_node) }
+        Connections::with(per_node, Some(relays))
+    }
+
+    fn with(per_server: usize, relays: Option<Arc<Relays>>) -> Connections {
+        let end_together = relays.is_some();
+        let limits = Limits { per_server, failure_stands: FAILURE_STANDS, end_together };
+        Connections { pool: ConnectionPool::new(limits), relays }
     }
 
     /// A working connection to a node, round robin among its connections.
@@ -73,121 +45,39 @@ impl Connections {
         fabric: &'a Arc<dyn Fabric>,
         node: &'a pb::Node,
     ) -> BoxFuture<'a, Result<Arc<dyn Connection>>> {
-        Box::pin(async move {
-            let n = self.nodes.lock().entry(node.id).or_insert_with(|| self.new_node()).clone();
-            let turn = n.turn.fetch_add(1, Relaxed) % n.slots.len();
-            if self.relays.is_some() {
-                n.notice_ends();
-            }
-            let mut slot = n.slots[turn].lock().await;
-            let ended = *n.ended.lock();
-            if let Some((c, made)) = &slot.conn
-                && !c.is_closed()
-                && ended.is_none_or(|ended| *made >= ended)
-            {
-                return Ok(c.clone());
-            }
-            if let Some((at, e)) = &slot.failed
-                && at.elapsed() < FAILURE_STANDS
-            {
-                return Err(e.clone());
-            }
-            slot.conn = None;
-            let direct = connect(fabric, node);
-            let made = match &self.relays {
-                Some(relays) => relays.reach(fabric, node, direct).await,
-                None => direct.await,
-            };
-            match made {
-                Ok(c) => {
-                    *slot = Slot { conn: Some((c.clone(), Instant::now())), failed: None };
-                    Ok(c)
-                }
-                Err(e) => {
-                    slot.failed = Some((Instant::now(), e.clone()));
-                    Err(e)
-                }
-            }
-        })
+        Box::pin(self.pool.get(&node.id, move || self.reach(fabric, node)))
     }
 
-    fn new_node(&self) -> Arc<Node> {
-        let slots = (0..self.per_node).map(|_| AsyncMutex::default()).collect();
-        Arc::new(Node { slots, turn: AtomicUsize::new(0), ended: Mutex::default() })
+    fn reach<'a>(&'a self, fabric: &'a Arc<dyn Fabric>, node: &'a pb::Node) -> Attempt<'a> {
+        let direct = connect(&**fabric, node, CONNECT_TIMEOUT);
+        match &self.relays {
+            Some(relays) => Box::pin(relays.reach(fabric, node, direct)),
+            None => direct,
+        }
     }
 
     /// The connections that are open.
     pub fn ways(&self) -> Vec<pb::WayStatus> {
-        let nodes = self.nodes.lock();
-        let mut all = Vec::new();
-        for (node, n) in nodes.iter() {
-            let open = n
-                .slots
-                .iter()
-                .filter_map(|s| s.try_lock().ok()?.conn.clone().filter(|c| !c.0.is_closed()));
-            all.extend(open.map(|(c, _)| {
-                let t = c.traffic();
-                pb::WayStatus {
-                    node: *node,
-                    endpoint: c.addr(),
-                    sent: t.sent,
-                    received: t.received,
-                }
-            }));
-        }
-        all
+        let status = |(node, c): (NodeId, Arc<dyn Connection>)| {
+            let t = c.traffic();
+            pb::WayStatus { node, endpoint: c.addr(), sent: t.sent, received: t.received }
+        };
+        self.pool.open().into_iter().map(status).collect()
     }
 
     pub fn close(&self) {
-        for n in std::mem::take(&mut *self.nodes.lock()).into_values() {
-            for s in &n.slots {
-                if let Ok(s) = s.try_lock()
-                    && let Some((c, _)) = &s.conn
-                {
-                    c.close();
-                }
-            }
-        }
+        self.pool.close();
     }
-}
-
-/// The resource that a connection lacks, here or there, may become available: a caller that may
-/// wait does so, as for a server that is away. The error says that the server is away even where it
-/// answered that it has too many connections. Only a client that is refused for its identity or
-/// protocol sees that error itself.
-fn away(e: Error) -> Error {
-    match e.code {
-        Code::Unauthenticated | Code::Protocol | Code::TimedOut => e,
-        _ => Error { code: Code::Disconnected, ..e },
-    }
-}
-
-async fn connect(fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
-    let mut last = Error::new(
-        Code::Disconnected,
-        format!("node {} ({}) has no usable endpoint", node.id, node.name),
-    );
-    let failed = |e: Error| away(e).context(format_args!("connecting to {}", node.name));
-    for endpoint in fabric.ways(&node.endpoints).map_err(failed)? {
-        last = match tokio::time::timeout(CONNECT_TIMEOUT, fabric.connect(&endpoint, None)).await {
-            Ok(Ok(c)) => return Ok(c),
-            Ok(Err(e)) => {
-                away(e).context(format_args!("connecting to {} at {endpoint}", node.name))
-            }
-            Err(_) => {
-                Error::new(Code::TimedOut, format!("{} at {endpoint} does not answer", node.name))
-            }
-        };
-    }
-    Err(last)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
     use async_trait::async_trait;
+    use parking_lot::Mutex;
     use strake_fabric::{Endpoint, Listener, Message, Pool, Service};
+    use strake_proto::{Code, Error};
 
     use super::*;
 

@@ -1,5 +1,5 @@
 //! Servers that are not reached directly: another server passes requests on, see
-//! [`strake_fabric::relay`]. So one cut link holds nothing up.
+//! [`strake_links::relay`]. So one cut link holds nothing up.
 //!
 //! The direct connection is tried first, and alone for a while. A refused direct connection is not
 //! relayed: the machine is there, but no server runs on it. A relayed connection is left as soon as
@@ -16,7 +16,8 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
-use strake_fabric::{Connection, Fabric, Relayed, relay};
+use strake_fabric::{Connection, Fabric};
+use strake_links::{Relayed, connect, pool::Attempt, relay};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView, pb};
 use strake_runtime::Env;
 use tokio::time::{sleep, timeout};
@@ -153,16 +154,8 @@ async fn through(fabric: &Arc<dyn Fabric>, via: &pb::Node, node: NodeId) -> Resu
     relay::through(directly(fabric, via).await?, node, ONE).await
 }
 
-async fn directly(fabric: &Arc<dyn Fabric>, node: &pb::Node) -> Result<Arc<dyn Connection>> {
-    let mut last = Error::new(Code::Disconnected, format!("{} has no usable endpoint", node.name));
-    for at in fabric.ways(&node.endpoints)? {
-        last = match timeout(ONE, fabric.connect(&at, None)).await {
-            Ok(Ok(c)) => return Ok(c),
-            Ok(Err(e)) => e,
-            Err(_) => Error::new(Code::TimedOut, format!("{at} does not answer")),
-        };
-    }
-    Err(last)
+fn directly<'a>(fabric: &'a Arc<dyn Fabric>, node: &'a pb::Node) -> Attempt<'a> {
+    connect(&**fabric, node, ONE)
 }
 
 #[cfg(test)]

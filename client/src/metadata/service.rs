@@ -11,7 +11,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::LeaderFinder;
+use strake_links::LeaderFinder;
 use strake_proto::{Ino, SessionId};
 use tokio::sync::{Mutex as AsyncMutex, Notify, RwLock};
 

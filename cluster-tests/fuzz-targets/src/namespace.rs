@@ -465,7 +465,12 @@ fn two_members(i: &mut Input) {
     }
     assert_eq!(other.apply(&waiting), replies);
     assert_eq!(one.state(), other.state());
-    let _ = (one.ns.gc_queue(100), one.ns.trims(100), one.ns.orphans(100), one.ns.evicted_after(0));
+    let _ = (
+        one.ns.backlog().gc_queue(100),
+        one.ns.backlog().trims(100),
+        one.ns.backlog().orphans(100),
+        one.ns.backlog().evicted_after(0),
+    );
 }
 
 /// Records that our programs never write: the state must refuse to open, or answer with errors.
@@ -509,5 +514,10 @@ fn strange_state(i: &mut Input) {
             }
         }
     }
-    let _ = (m.ns.gc_queue(100), m.ns.trims(100), m.ns.orphans(100), m.ns.evicted_after(0));
+    let _ = (
+        m.ns.backlog().gc_queue(100),
+        m.ns.backlog().trims(100),
+        m.ns.backlog().orphans(100),
+        m.ns.backlog().evicted_after(0),
+    );
 }

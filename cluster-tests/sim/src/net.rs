@@ -178,7 +178,7 @@ impl State {
 /// traffic of servers and clients.
 fn is_operation(m: &Message) -> bool {
     let opcode =
-        if m.opcode == opcode::RELAY { strake_fabric::relay::asked(&m.body) } else { m.opcode };
+        if m.opcode == opcode::RELAY { strake_links::relay::asked(&m.body) } else { m.opcode };
     match opcode {
         opcode::RAFT => m.body.len() > RAFT_ENTRIES,
         opcode::META

@@ -8,9 +8,7 @@ use bytes::Bytes;
 use strake_proto::{
     Code, Error, Result,
     checksum::{combine, crc32c},
-    data::{DataRequest, Region},
-    frame::MAX_PAYLOAD,
-    opcode,
+    frame::{MAX_PAYLOAD, Region},
 };
 
 use crate::{Buf, BufMut, Lend};
@@ -157,14 +155,6 @@ impl AskRoom {
             return Err(bad());
         }
         Ok(AskRoom { request_id, len })
-    }
-}
-
-/// Maximum length of the reply's payload, where the request tells it.
-pub(crate) fn expected(op: u16, body: &[u8]) -> usize {
-    match op {
-        opcode::READ => DataRequest::decode(body).map_or(0, |r| r.len.min(MAX_PAYLOAD) as usize),
-        _ => 0,
     }
 }
 

@@ -1,33 +1,40 @@
 //! Frames over any stream of bytes: all of a connection but the socket below it.
 //!
-//! `handshake.rs` proves the identity of both ends, `shared.rs` holds the state of a connection,
-//! `read.rs` and `write.rs` move its frames. A transport gives a stream ([`Streams::connect_over`],
-//! [`Streams::accept_over`]) and, if payloads do not go through it, a [`Bulk`].
+//! `handshake.rs` proves the identity of both ends. `start.rs` starts the tasks of a connection:
+//! `read.rs` and `write.rs` move its frames, `liveness.rs` has what tells that a peer is dead.
+//! `shared.rs` holds the state of a connection; `request.rs` and `answer.rs` serve what the peer
+//! asks. A transport gives a stream ([`Streams::connect_over`], [`Streams::accept_over`]) and, if
+//! payloads do not go through it, a [`Bulk`].
 
+mod answer;
 pub mod bulk;
 pub mod handshake;
+mod inbox;
+mod liveness;
+mod options;
 mod read;
+mod request;
 mod room;
 mod shared;
+mod start;
 #[cfg(test)]
 mod tests;
 mod write;
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
-    },
-    time::Duration,
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::Relaxed},
 };
 
 pub(crate) use bulk::{Bulk, Loan};
 use handshake::{Agreed, Party};
+pub use inbox::Incoming;
+pub use options::Options;
 use parking_lot::RwLock;
-pub use read::Incoming;
 use room::{Room, Shares};
 pub(crate) use shared::Shared;
 use shared::{Handle, Setup};
+use start::start;
 use strake_proto::{Code, Error, Result};
 use strake_runtime::{Env, quiet::Quiet};
 use tokio::{io::AsyncWrite, sync::watch, time::timeout};
@@ -35,63 +42,6 @@ use tokio::{io::AsyncWrite, sync::watch, time::timeout};
 use crate::{Connection, Identity, Pool, Role, Service, traffic::Totals};
 
 static REFUSED: Quiet = Quiet::new();
-
-/// Limits and times of connections.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Requests in flight per connection and direction; further callers wait.
-    pub max_inflight: usize,
-    /// Limit of payload bytes of these requests, and of the payloads of running handlers.
-    pub max_inflight_bytes: usize,
-    /// Requests of one connection that are handled at the same time.
-    pub max_handlers: usize,
-    pub connect_timeout: Duration,
-    pub handshake_timeout: Duration,
-    /// Accepted connections whose handshake is not finished. As many as a thousand clients make
-    /// when their leader dies: with fewer, connections are accepted so slowly that those at the end
-    /// give up and begin anew. Beyond the limit the oldest is dropped, see [`crate::places`].
-    pub max_half_open: usize,
-    /// Accepted connections of one listener. An eighth is reserved for servers; one machine has at
-    /// most half of all.
-    pub max_connections: usize,
-    /// A frame that has begun must make progress within this time, in both directions, or its
-    /// connection is closed.
-    pub frame_pause: Duration,
-    /// As `frame_pause`, while others wait for the memory that the frame takes.
-    pub frame_pause_full: Duration,
-    /// Bytes of clients' request bodies that are longer than 16 KiB, over all connections. One
-    /// machine has at most half of them.
-    pub max_body_bytes: usize,
-    /// As `max_body_bytes`, for answers to clients that are not written yet.
-    pub max_answer_bytes: usize,
-    /// A peer that owes an answer and sends nothing for this long is considered dead.
-    pub silence: Duration,
-    /// How long the reader waits for a free handler or for memory before it refuses a request.
-    pub room_wait: Duration,
-    /// How long requests may still run when a listener is dropped.
-    pub drain: Duration,
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        Options {
-            max_inflight: 256,
-            max_inflight_bytes: 64 << 20,
-            max_handlers: 256,
-            connect_timeout: Duration::from_secs(1),
-            handshake_timeout: Duration::from_secs(5),
-            max_half_open: 1024,
-            max_connections: 8192,
-            frame_pause: Duration::from_secs(10),
-            frame_pause_full: Duration::from_millis(200),
-            max_body_bytes: 64 << 20,
-            max_answer_bytes: 128 << 20,
-            silence: Duration::from_secs(2),
-            room_wait: Duration::from_secs(1),
-            drain: Duration::from_secs(1),
-        }
-    }
-}
 
 /// Id of the next connection, over whichever transport: services tell connections apart by it.
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
@@ -169,7 +119,7 @@ impl Streams {
         let agreed = agreed.map_err(|e| e.context(format!("cannot talk to {addr}")))?;
         let (rd, wr) = stream.into_inner();
         let peer = Agreed { role: Role::Server, ..agreed };
-        Ok(Arc::new(Handle::owner(shared::start(self.setup(peer, bulk, addr, back), rd, wr))))
+        Ok(Arc::new(Handle::owner(start(self.setup(peer, bulk, addr, back), rd, wr))))
     }
 
     /// The listener's end of the handshake. Then serves the connection, if `admit` has a place for
@@ -193,7 +143,7 @@ impl Streams {
         let (agreed, place) = agreed
             .inspect_err(|e| REFUSED.warn(|| format!("refused a connection from {addr}: {e}")))?;
         let (rd, wr) = stream.into_inner();
-        Ok((shared::start(self.setup(agreed, bulk, addr, Some(service)), rd, wr), place))
+        Ok((start(self.setup(agreed, bulk, addr, Some(service)), rd, wr), place))
     }
 
     /// Returns when the connection is over. Drains it when `stop`'s sender is dropped.

@@ -14,8 +14,8 @@ use parking_lot::Mutex;
 use strake_proto::frame::MAX_BODY;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::Options;
-use crate::relay::machine;
+use super::options::Options;
+use crate::endpoint::machine;
 
 /// Bodies up to this length are limited by the number of connections only.
 pub(super) const SHORT_BODY: u32 = 16 << 10;

@@ -1,8 +1,5 @@
-//! One connection after its handshake: calls and their windows, handlers and their limits,
-//! liveness, and the end of the connection.
-//!
-//! Three tasks serve a connection: the reader (`read.rs`), the writer (`write.rs`) and the pulse
-//! below. Requests get a task each while they are handled.
+//! The state of a connection after its handshake: calls and their windows, the limits of handlers,
+//! and the end of the connection.
 //!
 //! **Windows.** A caller holds a slot (and its payload's bytes) from before its request is queued
 //! until it is answered or given up, and longer if the request is still to be written. A receiver
@@ -10,16 +7,12 @@
 //! When all places are taken the reader stops, which fills the socket and then the peer's window.
 //! It stops for a limited time only, because the answers to this end's own calls come through the
 //! same reader and a handler may be waiting for one; then it refuses requests as `Overloaded`.
-//!
-//! **Liveness.** An end that owes an answer sends something at least every fifth of
-//! `Options::silence`; an end that waits for an answer and hears nothing for that long gives the
-//! connection up. Idle connections send nothing.
 
 use std::{
     collections::BTreeMap,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst},
+        atomic::{AtomicBool, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -29,29 +22,25 @@ use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
 use strake_proto::{
     Code, Error, Result,
-    frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, HEADER_LEN, Header, Kind, MAX_BODY, MAX_PAYLOAD},
+    frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, Header, Kind, MAX_BODY, MAX_PAYLOAD},
     opcode,
 };
 use strake_runtime::{Env, quiet::Quiet};
 use tokio::{
-    io::AsyncWrite,
-    sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch},
-    time::{Instant, sleep, timeout},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch},
+    time::{Instant, timeout},
 };
 
 use super::{
-    Bulk, Loan, Options,
-    bulk::{self, INLINE},
-    read,
-    read::Incoming,
+    bulk::{self, Bulk, INLINE, Loan},
+    liveness::Liveness,
+    options::Options,
     room::{Room, Taken, Until},
-    write,
 };
 use crate::{
-    Buf, Connection, Lend, Message, Peer, Pool, Road, Role, Service, Traffic, traffic::Counter,
+    Buf, BufMut, Connection, Lend, Message, Pool, Road, Role, Service, Traffic, traffic::Counter,
 };
 
-static SILENT: Quiet = Quiet::new();
 static BROKEN: Quiet = Quiet::new();
 
 /// The state of a connection.
@@ -183,161 +172,14 @@ pub(crate) struct Shared {
     phase: watch::Sender<Phase>,
     /// The peer takes no more requests.
     going_away: AtomicBool,
-    /// Calls waiting for an answer, and answers owed (handlers, a half-read frame, a reader waiting
-    /// for memory).
-    awaited: AtomicU32,
-    owed: AtomicU32,
-    /// The reader waits for memory on this side, so silence says nothing about the peer.
-    pub stalled: AtomicBool,
-    /// Bytes that went through the stream: signs of life.
-    received: AtomicU64,
-    sent: AtomicU64,
+    pub liveness: Arc<Liveness>,
     /// Counts traffic for status displays.
     pub counter: Counter,
-    pulse_sleeps: AtomicBool,
-    pulse: Notify,
-}
-
-/// Whether the transport adds a checksum to a payload of this opcode: yes, unless the body carries
-/// block checksums.
-pub(super) fn is_summed(op: u16) -> bool {
-    op < 0x0100 || matches!(op, opcode::EXTENTS | opcode::SYNC_LIST | opcode::LIST_CHUNKS)
 }
 
 pub(super) fn sum(payload: &[Buf]) -> u32 {
     use strake_proto::checksum::{combine, crc32c};
     payload.iter().fold(0, |crc, b| combine(crc, crc32c(b), b.len()))
-}
-
-/// Starts a connection's tasks over a byte stream.
-pub(super) fn start<R, W>(setup: Setup, rd: R, wr: W) -> Arc<Shared>
-where
-    R: Incoming,
-    W: AsyncWrite + Send + Unpin + 'static,
-{
-    let o = &setup.options;
-    // Every frame in the queue holds a slot or a place, except for keep-alives, refusals (one per
-    // slot of the peer) and one GoAway.
-    let (out, queue) = mpsc::channel(o.max_inflight * 2 + o.max_handlers + 16);
-    let shared = Arc::new(Shared {
-        window: Arc::new(Semaphore::new(o.max_inflight)),
-        window_bytes: Arc::new(Semaphore::new(o.max_inflight_bytes)),
-        handlers: Arc::new(Semaphore::new(o.max_handlers)),
-        handler_bytes: Arc::new(Semaphore::new(o.max_inflight_bytes)),
-        room: setup.room,
-        passes_on: setup.passes_on,
-        options: setup.options,
-        env: setup.env,
-        pool: setup.pool,
-        version: setup.version,
-        addr: setup.addr,
-        over_rdma: setup.bulk.is_some(),
-        bulk: RwLock::new(setup.bulk),
-        counter: setup.counter,
-        out,
-        pending: Mutex::new(Pending { waiting: BTreeMap::new(), next_id: 1, over: None }),
-        phase: watch::Sender::new(Phase::Open),
-        going_away: AtomicBool::new(false),
-        awaited: AtomicU32::new(0),
-        owed: AtomicU32::new(0),
-        stalled: AtomicBool::new(false),
-        received: AtomicU64::new(0),
-        sent: AtomicU64::new(0),
-        pulse_sleeps: AtomicBool::new(false),
-        pulse: Notify::new(),
-    });
-    let peer = Arc::new(Peer {
-        role: setup.role,
-        addr: shared.addr.clone(),
-        id: setup.id,
-        back: Some(Arc::new(Handle::back(shared.clone()))),
-    });
-    shared.env.spawn(run_reader(shared.clone(), rd, peer, setup.service));
-    shared.env.spawn(run_writer(shared.clone(), wr, queue));
-    shared.env.spawn(run_pulse(shared.clone()));
-    shared
-}
-
-async fn run_reader<R: Incoming>(
-    s: Arc<Shared>,
-    rd: R,
-    peer: Arc<Peer>,
-    service: Option<Arc<dyn Service>>,
-) {
-    let ended = tokio::select! {
-        biased;
-        () = s.closed() => None,
-        e = read::run(&s, rd, &peer, service.as_ref()) => Some(e),
-    };
-    if let Some(e) = ended {
-        s.fail(&e);
-    }
-    if let Some(service) = service {
-        service.disconnected(&peer);
-    }
-}
-
-async fn run_writer<W: AsyncWrite + Unpin>(s: Arc<Shared>, wr: W, queue: mpsc::Receiver<Outgoing>) {
-    let ended = tokio::select! {
-        biased;
-        () = s.closed() => None,
-        e = write::run(&s, wr, queue) => Some(e),
-    };
-    if let Some(e) = ended {
-        s.fail(&e);
-    }
-}
-
-/// Keeps the connection alive while this end owes answers, and closes it when the peer owes answers
-/// and is silent.
-async fn run_pulse(s: Arc<Shared>) {
-    tokio::select! {
-        biased;
-        () = s.closed() => {}
-        () = pulse(&s) => {}
-    }
-}
-
-async fn pulse(s: &Arc<Shared>) {
-    const TICKS: u32 = 5;
-    let tick = s.options.silence / TICKS;
-    let (mut received, mut sent, mut silent) = (0, 0, 0);
-    loop {
-        if !s.is_busy() {
-            s.pulse_sleeps.store(true, SeqCst);
-            if !s.is_busy() {
-                s.pulse.notified().await;
-            }
-            s.pulse_sleeps.store(false, SeqCst);
-            silent = 0;
-            received = s.received.load(Relaxed);
-        }
-        sleep(tick).await;
-        let now_sent = s.sent.load(Relaxed);
-        let idle = now_sent == sent && s.out.capacity() == s.out.max_capacity();
-        sent = now_sent;
-        if s.owed.load(Relaxed) > 0 && idle {
-            s.send(frame(s, Kind::KeepAlive));
-            sent += HEADER_LEN as u64;
-        }
-        let now_received = s.received.load(Relaxed);
-        let excused = s.awaited.load(Relaxed) == 0 || s.stalled.load(Relaxed);
-        silent = if now_received == received && !excused { silent + 1 } else { 0 };
-        received = now_received;
-        // The first silent tick may have begun after a sign of life within it, so one less than
-        // TICKS.
-        if silent >= TICKS - 1 {
-            SILENT.warn(|| {
-                format!(
-                    "closing the connection to {}: it is silent although answers are due",
-                    s.addr
-                )
-            });
-            let m = format!("{} is silent for {:?} and counts as dead", s.addr, s.options.silence);
-            s.fail(&Error::new(Code::Disconnected, m));
-            return;
-        }
-    }
 }
 
 fn frame(s: &Shared, kind: Kind) -> Outgoing {
@@ -379,7 +221,7 @@ pub(super) fn outgoing(
     let payload_len = m.payload_len();
     check_size(op, m.body.len(), payload_len)?;
     let mut f = frame(s, kind);
-    let summed = payload_len > 0 && is_summed(op);
+    let summed = payload_len > 0 && !m.is_covered;
     f.header.flags = if summed { FLAG_PAYLOAD_SUMMED } else { 0 };
     f.header.opcode = op;
     f.header.request_id = id;
@@ -395,9 +237,54 @@ pub(super) fn outgoing(
 }
 
 impl Shared {
+    /// The state of a new connection, whose frames go to `out`.
+    pub(super) fn new(setup: Setup, out: mpsc::Sender<Outgoing>) -> Shared {
+        let o = &setup.options;
+        Shared {
+            window: Arc::new(Semaphore::new(o.max_inflight)),
+            window_bytes: Arc::new(Semaphore::new(o.max_inflight_bytes)),
+            handlers: Arc::new(Semaphore::new(o.max_handlers)),
+            handler_bytes: Arc::new(Semaphore::new(o.max_inflight_bytes)),
+            room: setup.room,
+            passes_on: setup.passes_on,
+            options: setup.options,
+            env: setup.env,
+            pool: setup.pool,
+            version: setup.version,
+            addr: setup.addr,
+            over_rdma: setup.bulk.is_some(),
+            bulk: RwLock::new(setup.bulk),
+            counter: setup.counter,
+            out,
+            pending: Mutex::new(Pending { waiting: BTreeMap::new(), next_id: 1, over: None }),
+            phase: watch::Sender::new(Phase::Open),
+            going_away: AtomicBool::new(false),
+            liveness: Arc::default(),
+        }
+    }
+
+    /// Whether no frame waits to be written.
+    pub fn is_out_empty(&self) -> bool {
+        self.out.capacity() == self.out.max_capacity()
+    }
+
+    /// Sends a sign of life.
+    pub fn keep_alive(&self) {
+        self.send(frame(self, Kind::KeepAlive));
+    }
+
+    /// A buffer for an arriving payload. Goes beyond the pool's limit if the pool stays full for
+    /// too long.
+    pub async fn pool_buffer(&self, len: usize) -> BufMut {
+        match timeout(self.options.room_wait, self.pool.get(len)).await {
+            Ok(Ok(b)) => b,
+            _ => self.pool.get_now(len),
+        }
+    }
+
     /// Counts bytes that came through the stream.
     pub fn received(&self, bytes: usize) {
-        self.received.fetch_add(bytes as u64, Relaxed);
+        self.liveness.received(bytes);
         self.counter.received(bytes as u64);
     }
 
@@ -408,7 +295,7 @@ impl Shared {
 
     /// Counts bytes that went into the stream.
     pub fn sent(&self, bytes: usize) {
-        self.sent.fetch_add(bytes as u64, Relaxed);
+        self.liveness.sent(bytes);
         self.counter.sent(bytes as u64);
     }
 
@@ -548,23 +435,6 @@ impl Shared {
         })
     }
 
-    fn is_busy(&self) -> bool {
-        self.awaited.load(SeqCst) > 0 || self.owed.load(SeqCst) > 0
-    }
-
-    fn wake_pulse(&self) {
-        if self.pulse_sleeps.load(SeqCst) {
-            self.pulse.notify_one();
-        }
-    }
-
-    /// While the result lives, this end owes the peer an answer and sends signs of life.
-    pub fn owe(self: &Arc<Self>) -> Owed {
-        self.owed.fetch_add(1, SeqCst);
-        self.wake_pulse();
-        Owed(self.clone())
-    }
-
     async fn slot(&self, payload: usize) -> Result<Arc<Slot>> {
         let closed = |_| self.over();
         let call = self.window.clone().acquire_owned().await.map_err(closed)?;
@@ -580,7 +450,8 @@ impl Shared {
             let foreign = request.lend.take();
             let payload = request.payload_len();
             check_size(op, request.body.len(), payload)?;
-            let room = if self.bulk().is_some() { bulk::expected(op, &request.body) } else { 0 };
+            let room = request.answer_room.min(MAX_PAYLOAD as usize);
+            let room = if self.bulk().is_some() { room } else { 0 };
             let lent = foreign.as_ref().map_or(0, |what| what.memory().len() as usize);
             let slot = self.slot(payload.max(room).max(lent)).await?;
             let (tx, rx) = oneshot::channel();
@@ -614,7 +485,7 @@ impl Shared {
             f.header.deadline_ms = u32::try_from(left).unwrap_or(u32::MAX).max(1);
             f.header.request_id = self.register(waiter)?;
             let _waiting = Waiting { shared: self, slot, id: f.header.request_id };
-            self.wake_pulse();
+            self.liveness.wake();
             self.send(f);
             let answer = rx.await.unwrap_or_else(|_| Err(self.over()))?;
             drop(lending);
@@ -633,7 +504,7 @@ impl Shared {
         let Some(bulk) = self.bulk().filter(|_| large || room > INLINE) else {
             return Ok((None, None));
         };
-        let room = if room > INLINE { Some(read::pool_buffer(self, room).await) } else { None };
+        let room = if room > INLINE { Some(self.pool_buffer(room).await) } else { None };
         let payload = if large { m.payload.clone() } else { Vec::new() };
         let loan = match bulk.lend(payload, room).await {
             Ok(loan) => loan,
@@ -641,7 +512,7 @@ impl Shared {
             Err(e) => return Err(e),
         };
         let placed = large.then(|| {
-            let crc = is_summed(m.opcode).then(|| sum(&m.payload));
+            let crc = (!m.is_covered).then(|| sum(&m.payload));
             m.payload.clear();
             Placed { len: len as u32, crc }
         });
@@ -663,11 +534,8 @@ impl Shared {
         };
         let bulk = self.bulk().ok_or_else(none)?;
         let len = what.memory().len();
-        let fits = matches!(
-            (m.opcode, what),
-            (opcode::READ, Lend::Room(_)) | (opcode::WRITE, Lend::Payload(_))
-        );
-        if !fits || !m.payload.is_empty() || len == 0 || len > u64::from(MAX_PAYLOAD) {
+        // The transport does not read foreign memory, so it cannot sum it.
+        if !m.is_covered || !m.payload.is_empty() || len == 0 || len > u64::from(MAX_PAYLOAD) {
             let m = format!("{len} bytes of foreign memory for request {:#06x}", m.opcode);
             return Err(Error::new(Code::Inval, m));
         }
@@ -687,7 +555,7 @@ impl Shared {
         p.next_id += 1;
         p.waiting.insert(id, waiter);
         drop(p);
-        self.awaited.fetch_add(1, SeqCst);
+        self.liveness.awaits();
         Ok(id)
     }
 }
@@ -705,15 +573,6 @@ impl Drop for Lending {
     }
 }
 
-/// See [`Shared::owe`].
-pub(crate) struct Owed(Arc<Shared>);
-
-impl Drop for Owed {
-    fn drop(&mut self) {
-        self.0.owed.fetch_sub(1, SeqCst);
-    }
-}
-
 /// A call that waits for its answer. When it is dropped for any reason, the call is no longer
 /// waiting.
 struct Waiting<'a> {
@@ -724,7 +583,7 @@ struct Waiting<'a> {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.shared.awaited.fetch_sub(1, SeqCst);
+        self.shared.liveness.awaits_no_more();
         let mut p = self.shared.pending.lock();
         // Lent memory stays lent until the peer has answered, so the request must still be sent.
         if p.waiting.get(&self.id).is_some_and(|w| w.loans.is_empty()) {
@@ -749,7 +608,7 @@ impl Handle {
 
     /// The handle of a service for requests in the other direction. It does not keep the connection
     /// open.
-    fn back(shared: Arc<Shared>) -> Handle {
+    pub fn back(shared: Arc<Shared>) -> Handle {
         Handle { shared, owns: false }
     }
 }

@@ -13,11 +13,7 @@ use std::{
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use strake_proto::{
-    Code, Error, Result,
-    data::{DataRequest, Region},
-    opcode,
-};
+use strake_proto::{Code, Error, Result, frame::Region, opcode};
 use strake_runtime::Env;
 use tokio::sync::watch;
 
@@ -511,7 +507,7 @@ async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
     }
 }
 
-/// Answers READ with a pattern whose length is the offset, and WRITE with the checksum of what
+/// Answers READ with a pattern of the length in its body, and WRITE with the checksum of what
 /// came; both when the gate is open.
 struct Disk(tokio::sync::Semaphore);
 
@@ -523,17 +519,15 @@ impl Service for Disk {
             let sum = super::shared::sum(&m.payload);
             return Ok(Message::new(opcode::WRITE, sum.to_le_bytes().to_vec()));
         }
-        let r = DataRequest::decode(&m.body)?;
-        Ok(Message::new(opcode::READ, "")
-            .with_payload(vec![conformance::pattern(r.offset as usize, 9)]))
+        let len = usize::from_le_bytes(m.body[..].try_into().expect("a number"));
+        let payload = vec![conformance::pattern(len, 9)];
+        Ok(Message { payload, is_covered: true, ..Message::new(opcode::READ, "") })
     }
 }
 
-fn read_of(offset: usize, room: usize) -> Message {
-    let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
-    let r =
-        DataRequest { offset: offset as u32, len: room as u32, ..DataRequest::new(1, 1, 1, chunk) };
-    Message::new(opcode::READ, r.encode())
+fn read_of(len: usize, answer_room: usize) -> Message {
+    let m = Message::new(opcode::READ, len.to_le_bytes().to_vec());
+    Message { answer_room, is_covered: true, ..m }
 }
 
 /// Memory outside of any buffer, all of it `fill`.
@@ -574,6 +568,7 @@ async fn foreign_memory_is_read_and_written_where_it_lies() {
         assert_eq!(bytes(&memory)[from as usize..from as usize + len], want[..]);
         let m = Message {
             lend: Some(Lend::Payload(part.slice(0..len as u64))),
+            is_covered: true,
             ..Message::new(opcode::WRITE, "")
         };
         let got = conn.call(m, LONG).await.unwrap();

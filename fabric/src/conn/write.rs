@@ -14,7 +14,7 @@ use tokio::{
 };
 
 use super::{
-    read::{LEAST_RATE, at_once},
+    inbox::{LEAST_RATE, at_once},
     shared::{Hold, Outgoing, Shared},
 };
 

@@ -11,10 +11,10 @@ use std::{
 };
 
 use async_trait::async_trait;
-use strake_proto::{Code, Result, checksum::crc32c, data::DataRequest, opcode};
+use strake_proto::{Code, Result, checksum::crc32c, opcode};
 use tokio::{sync::Semaphore, time::timeout};
 
-use super::tests::{here, serve, server, settled, works};
+use super::tests::{here, number, read_of, serve, server, settled, works};
 use crate::{
     Connection, Fabric, Foreign, Lend, Listener, Message, Peer, RdmaFabric, Road, Service,
     conformance,
@@ -76,20 +76,19 @@ impl Service for Disk {
         if m.opcode == opcode::WRITE {
             return Ok(Message::new(opcode::WRITE, crc32c(&m.payload[0]).to_le_bytes().to_vec()));
         }
-        let r = DataRequest::decode(&m.body)?;
-        Ok(Message::new(opcode::READ, "")
-            .with_payload(vec![conformance::pattern(r.len as usize, 9)]))
+        let payload = vec![conformance::pattern(number(&m.body), 9)];
+        Ok(Message { payload, is_covered: true, ..Message::new(opcode::READ, "") })
     }
 }
 
 fn read(into: Foreign) -> Message {
-    let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
-    let r = DataRequest { len: into.len() as u32, ..DataRequest::new(1, 1, 1, chunk) };
-    Message { lend: Some(Lend::Room(into)), ..Message::new(opcode::READ, r.encode()) }
+    let len = into.len() as usize;
+    Message { lend: Some(Lend::Room(into)), ..read_of(len) }
 }
 
 fn write(from: Foreign) -> Message {
-    Message { lend: Some(Lend::Payload(from)), ..Message::new(opcode::WRITE, "") }
+    let lend = Some(Lend::Payload(from));
+    Message { lend, is_covered: true, ..Message::new(opcode::WRITE, "") }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -7,7 +7,7 @@ use std::sync::{
     atomic::{AtomicBool, Ordering::SeqCst},
 };
 
-use strake_proto::{checksum::crc32c, data::Region};
+use strake_proto::{checksum::crc32c, frame::Region};
 use tokio::io::AsyncWriteExt;
 
 use super::{
@@ -254,7 +254,8 @@ struct FromKept(parking_lot::Mutex<Buf>);
 #[async_trait]
 impl Service for FromKept {
     async fn handle(&self, _: &crate::Peer, _: Message) -> Result<Message> {
-        Ok(Message { payload: vec![self.0.lock().clone()], ..Message::default() })
+        let payload = vec![self.0.lock().clone()];
+        Ok(Message { payload, is_covered: true, ..Message::default() })
     }
 }
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use strake_proto::{Code, Error, Result, data};
+use strake_proto::{Code, Error, Result, frame};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::{
@@ -127,7 +127,7 @@ impl Queue {
         mr: &Registered,
         at: (*const u8, usize),
         access: u32,
-    ) -> Result<(*mut Mw, data::Region)> {
+    ) -> Result<(*mut Mw, frame::Region)> {
         let w = s
             .spare
             .pop()
@@ -142,12 +142,12 @@ impl Queue {
         self.post_op(s, &mut wr, room, Held::default(), None)?;
         // SAFETY: as above.
         unsafe { (*w).rkey = key };
-        Ok((w, data::Region { addr: wr.mw_addr, key, len: at.1 as u32 }))
+        Ok((w, frame::Region { addr: wr.mw_addr, key, len: at.1 as u32 }))
     }
 
     /// READs the peer's regions into one place of this end, given by address and key. `held` keeps
     /// that place until all READs are done, and is given back then.
-    async fn read_from(&self, from: &[data::Region], to: (u64, u32), held: Held) -> Result<Held> {
+    async fn read_from(&self, from: &[frame::Region], to: (u64, u32), held: Held) -> Result<Held> {
         let mut room = self.room(from.len()).await?;
         let rx = {
             let mut s = self.state.lock();
@@ -179,7 +179,7 @@ impl Queue {
     }
 
     /// As [`Bulk::fetch`], through the device's stage.
-    async fn fetch_in_pieces(&self, from: &[data::Region], mut to: BufMut) -> Result<BufMut> {
+    async fn fetch_in_pieces(&self, from: &[frame::Region], mut to: BufMut) -> Result<BufMut> {
         let none = || Error::new(Code::Io, "a device that was not set up");
         let stage = self.device.stage.as_ref().ok_or_else(none)?;
         let mut at = 0;
@@ -273,7 +273,7 @@ impl Bulk for Queue {
             let bound = match room {
                 None => Ok((
                     Vec::new(),
-                    data::Region { addr: memory.addr(), key: mr.rkey(), len: at().1 as u32 },
+                    frame::Region { addr: memory.addr(), key: mr.rkey(), len: at().1 as u32 },
                 )),
                 Some(mut room) => {
                     let bound = self.bind(&mut s, &mut room, &mr, at(), access);
@@ -365,7 +365,7 @@ impl Bulk for Queue {
         Ok(room)
     }
 
-    async fn fetch(&self, from: &[data::Region], mut to: BufMut) -> Result<BufMut> {
+    async fn fetch(&self, from: &[frame::Region], mut to: BufMut) -> Result<BufMut> {
         if from.iter().map(|r| r.len as usize).sum::<usize>() != to.len() {
             return Err(Error::new(
                 Code::Protocol,
@@ -387,7 +387,7 @@ impl Bulk for Queue {
             .ok_or_else(|| self.gone(&self.state.lock()))
     }
 
-    async fn put(&self, payload: Vec<Buf>, to: data::Region) -> Result<()> {
+    async fn put(&self, payload: Vec<Buf>, to: frame::Region) -> Result<()> {
         let part = |buf: Buf| Ok(Part { mr: self.device.of_buf(&buf)?, buf });
         let parts = self.parts(payload).into_iter().map(part).collect::<Result<Vec<_>>>()?;
         let mut room = self.room(parts.len()).await?;

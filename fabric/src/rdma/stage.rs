@@ -7,7 +7,7 @@ use std::sync::{
 };
 
 use parking_lot::Mutex;
-use strake_proto::{Code, Error, Result, data};
+use strake_proto::{Code, Error, Result, frame};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::device::Registered;
@@ -110,14 +110,14 @@ impl Drop for Place {
 }
 
 /// The parts of the peer's regions that contain `len` bytes of the payload, from `skip` on.
-pub fn cut(from: &[data::Region], skip: usize, len: usize) -> Vec<data::Region> {
+pub fn cut(from: &[frame::Region], skip: usize, len: usize) -> Vec<frame::Region> {
     let (mut skip, mut left, mut out) = (skip as u64, len as u64, Vec::new());
     for r in from {
         let before = skip.min(r.len.into());
         skip -= before;
         let n = left.min(u64::from(r.len) - before);
         if n > 0 {
-            out.push(data::Region { addr: r.addr + before, key: r.key, len: n as u32 });
+            out.push(frame::Region { addr: r.addr + before, key: r.key, len: n as u32 });
             left -= n;
         }
     }
@@ -132,7 +132,7 @@ mod tests {
 
     #[test]
     fn pieces_are_all_of_the_regions_in_order_and_once() {
-        let region = |addr: u64, key: u32, len: u32| data::Region { addr, key, len };
+        let region = |addr: u64, key: u32, len: u32| frame::Region { addr, key, len };
         for lens in [&[1u32, 10_000, 4096, 7][..], &[65536], &[4096, 4096], &[1; 8]] {
             let from: Vec<_> = lens
                 .iter()

@@ -15,8 +15,7 @@ use std::{
 
 use strake_proto::{
     checksum::crc32c,
-    data::{DataRequest, Region},
-    frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, Header, Kind},
+    frame::{FLAG_PAYLOAD_SUMMED, FLAG_REGIONS, Header, Kind, Region},
     opcode,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -303,6 +302,11 @@ impl Raw {
     }
 }
 
+/// The number in the body of a request for so many bytes.
+pub fn number(body: &[u8]) -> usize {
+    usize::from_le_bytes(body.try_into().expect("a number"))
+}
+
 /// Whether a device refused the operation.
 pub fn is_refusal(e: &Error) -> bool {
     e.code == Code::Disconnected
@@ -310,11 +314,11 @@ pub fn is_refusal(e: &Error) -> bool {
 }
 
 pub fn read_of(len: usize) -> Message {
-    let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
-    Message::new(
-        opcode::READ,
-        DataRequest { len: len as u32, ..DataRequest::new(1, 1, 1, chunk) }.encode(),
-    )
+    Message {
+        answer_room: len,
+        is_covered: true,
+        ..Message::new(opcode::READ, len.to_le_bytes().to_vec())
+    }
 }
 
 #[tokio::test]
@@ -407,9 +411,8 @@ struct Reader;
 #[async_trait]
 impl Service for Reader {
     async fn handle(&self, _: &crate::Peer, m: Message) -> Result<Message> {
-        let asked = DataRequest::decode(&m.body)?;
-        let len = (asked.len + asked.offset) as usize;
-        Ok(Message { payload: vec![conformance::pattern(len, 2)], ..Message::default() })
+        let payload = vec![conformance::pattern(number(&m.body), 2)];
+        Ok(Message { payload, is_covered: true, ..Message::default() })
     }
 }
 
@@ -419,14 +422,13 @@ async fn replies_are_written_to_the_offered_room_or_to_one_asked_for() {
     let f = server();
     let guard = f.listen(&at, Arc::new(Reader)).await.unwrap();
     let conn = f.connect(guard.endpoint(), None).await.unwrap();
-    // The offset says how many bytes more than announced are sent.
+    // More bytes are sent than announced.
     for (len, more) in
         [(1 << 20, 0), (100, 0), (8192, 1), (5000, 1 << 20), (0, 70_000), (4 << 20, 0)]
     {
-        let chunk = strake_proto::ChunkId { ino: 1, data: 1, index: 0 };
-        let ask = DataRequest { len, offset: more, ..DataRequest::new(1, 1, 1, chunk) };
-        let got = conn.call(Message::new(opcode::READ, ask.encode()), LONG).await.unwrap();
-        let want = conformance::pattern((len + more) as usize, 2);
+        let ask = Message { answer_room: len, ..read_of(len + more) };
+        let got = conn.call(ask, LONG).await.unwrap();
+        let want = conformance::pattern(len + more, 2);
         assert!(
             got.payload_len() == want.len() && got.payload.iter().all(|p| p[..] == want[..]),
             "{len} {more}"

@@ -19,9 +19,8 @@ use strake_fabric::{
     },
 };
 use strake_proto::{
-    ChunkId, Result, WIRE_VERSION,
+    Result, WIRE_VERSION,
     checksum::crc32c,
-    data::DataRequest,
     frame::{Header, Kind, MAX_BODY, MAX_PAYLOAD},
     opcode,
 };
@@ -234,21 +233,22 @@ struct Answers {
     gate: Semaphore,
 }
 
+/// Answered with as many bytes of payload as its body says.
+const READ: u16 = 1;
 /// Answered with a long body.
-const LIST: u16 = opcode::META;
+const LIST: u16 = 2;
 /// Answered when the gate is open.
-const POLL: u16 = opcode::RECALL;
+const POLL: u16 = 3;
 
 #[async_trait]
 impl Service for Answers {
     async fn handle(&self, _: &Peer, m: Message) -> Result<Message> {
         match m.opcode {
-            opcode::READ => {
-                let r = DataRequest::decode(&m.body)?;
-                let mut b = self.pool.get(r.len as usize).await?;
+            READ => {
+                let mut b = self.pool.get(self.answer_len(&m)).await?;
                 b.fill(7);
                 self.made.fetch_add(1, SeqCst);
-                Ok(Message::new(opcode::READ, "").with_payload(vec![b.freeze()]))
+                Ok(Message::new(READ, "").with_payload(vec![b.freeze()]))
             }
             LIST => Ok(Message::new(LIST, vec![7; 1 << 20])),
             POLL => {
@@ -258,6 +258,12 @@ impl Service for Answers {
                 Ok(Message::new(POLL, ""))
             }
             _ => Ok(m),
+        }
+    }
+    fn answer_len(&self, m: &Message) -> usize {
+        match m.opcode {
+            READ => m.body[..].try_into().map_or(0, |len| u32::from_le_bytes(len) as usize),
+            _ => 0,
         }
     }
     fn disconnected(&self, _: &Peer) {
@@ -279,8 +285,7 @@ async fn answering(pool: u64, options: Options) -> (Arc<Answers>, Listener) {
 }
 
 fn reading(len: u32) -> Vec<u8> {
-    let chunk = ChunkId { ino: 1, data: 1, index: 0 };
-    DataRequest { len, ..DataRequest::new(1, 1, 1, chunk) }.encode().to_vec()
+    len.to_le_bytes().to_vec()
 }
 
 /// A client with another address, which sends `times` requests and never reads an answer.
@@ -302,7 +307,7 @@ async fn who_reads_nothing_has_so_much_read_for_it_and_is_left_in_the_end() {
     let (service, guard) =
         answering(1 << 30, Options { frame_pause: Duration::from_secs(3), ..Options::default() })
             .await;
-    let mute = greedy(guard.endpoint(), opcode::READ, &reading(4 << 20), 200).await;
+    let mute = greedy(guard.endpoint(), READ, &reading(4 << 20), 200).await;
     sleep(Duration::from_secs(2)).await;
     let used = service.pool.stats().used;
     assert!((8 << 20..=64 << 20).contains(&used), "{used} bytes wait for who does not read");
@@ -325,18 +330,18 @@ async fn who_reads_nothing_leaves_memory_to_other_machines() {
     let (service, guard) = answering(64 << 20, Options::default()).await;
     let mut mute = Vec::new();
     for _ in 0..4 {
-        mute.push(greedy(guard.endpoint(), opcode::READ, &reading(4 << 20), 100).await);
+        mute.push(greedy(guard.endpoint(), READ, &reading(4 << 20), 100).await);
     }
     sleep(Duration::from_millis(500)).await;
     let client = fabric(client_identity(), 64 << 20, Options::default());
     let conn = client.connect(guard.endpoint(), None).await.unwrap();
     let began = Instant::now();
-    let got = conn.call(Message::new(opcode::READ, reading(4 << 20)), LONG).await.unwrap();
+    let got = conn.call(Message::new(READ, reading(4 << 20)), LONG).await.unwrap();
     assert_eq!(got.payload_len(), 4 << 20);
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
     assert_eq!(service.gone.load(SeqCst), 0);
     // More memory is wanted than there is: connections that do not read are closed soon.
-    let all = (0..12).map(|_| conn.call(Message::new(opcode::READ, reading(4 << 20)), LONG));
+    let all = (0..12).map(|_| conn.call(Message::new(READ, reading(4 << 20)), LONG));
     let all = futures_util::future::join_all(all).await;
     assert!(all.iter().all(Result::is_ok));
     drop(mute);

@@ -59,7 +59,7 @@ pub(crate) fn held(
     };
     let open_end = r.writers > 0 || r.surplus || r.fence != 0;
     let size = r.attr.as_ref().map_or(u64::MAX, |a| a.size);
-    let reached = |at: usize| open_end || at as u64 * stripes.stripe_size < size;
+    let reached = |at: usize| open_end || (at as u64).saturating_mul(stripes.stripe_size) < size;
     let all = stripes.chains.iter().enumerate();
     all.filter(|(at, c)| chains.contains(c) && reached(*at)).map(|(_, c)| *c).collect()
 }

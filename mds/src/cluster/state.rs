@@ -25,6 +25,8 @@ pub const MAX_TARGETS: usize = 4096;
 pub const MAX_POOL_NAME: usize = 15;
 /// Chain sets are made for 1 to this many copies.
 pub const MAX_COPIES: usize = 3;
+/// The last epoch that a chain may have: no counting on from here overflows.
+const MAX_EPOCH: u64 = u64::MAX / 2;
 /// Most replicas of a chain, with those that join and leave; storage servers keep a record of this
 /// many.
 const MAX_REPLICAS: usize = 16;
@@ -55,7 +57,7 @@ pub(super) fn commit(map: &mut pb::ClusterMap, mut next: pb::ClusterMap) {
 pub fn register(map: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> Result<pb::RegisterReply> {
     check_register(map, r)?;
     let mut next = map.clone();
-    let node = register_node(&mut next, r);
+    let node = register_node(&mut next, r)?;
     let mut target_ids = Vec::with_capacity(r.targets.len());
     for t in &r.targets {
         target_ids.push(register_target(&mut next, node, t)?);
@@ -123,19 +125,17 @@ fn check_register(map: &pb::ClusterMap, r: &pb::RegisterRequest) -> Result<()> {
     Ok(())
 }
 
-fn register_node(next: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> NodeId {
+fn register_node(next: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> Result<NodeId> {
     if let Some(n) = next.nodes.iter_mut().find(|n| n.role == ROLE_OSS && n.name == r.name) {
         n.endpoints = r.endpoints.clone();
         n.version = r.version.clone();
         n.rack = r.rack.clone();
-        return n.id;
+        return Ok(n.id);
     }
-    let id = next
-        .nodes
-        .iter()
-        .map(|n| n.id)
-        .max()
-        .map_or(FIRST_OSS_NODE, |m| (m + 1).max(FIRST_OSS_NODE));
+    let last = next.nodes.iter().map(|n| n.id).max().unwrap_or(0);
+    let Some(id) = last.checked_add(1).map(|id| id.max(FIRST_OSS_NODE)) else {
+        return Err(Error::new(Code::NoSpc, "node ids are used up"));
+    };
     next.nodes.push(pb::Node {
         id,
         role: ROLE_OSS,
@@ -144,7 +144,7 @@ fn register_node(next: &mut pb::ClusterMap, r: &pb::RegisterRequest) -> NodeId {
         version: r.version.clone(),
         rack: r.rack.clone(),
     });
-    id
+    Ok(id)
 }
 
 fn register_target(
@@ -183,6 +183,11 @@ fn register_target(
         }
         return Ok(id);
     }
+    new_target(next, node, t)
+}
+
+/// A target that the map does not know.
+fn new_target(next: &mut pb::ClusterMap, node: NodeId, t: &pb::RegisterTarget) -> Result<TargetId> {
     if t.id != TARGET_UNASSIGNED {
         let since = match recovery::incarnation(next).era() {
             0 => "",
@@ -204,7 +209,11 @@ fn register_target(
             format!("the cluster already has {MAX_TARGETS} targets"),
         ));
     }
-    let id = next.targets.iter().map(|h| h.id + 1).max().unwrap_or(0).max(next.next_target);
+    let ids = next.targets.iter().map(|h| h.id.saturating_add(1));
+    let id = ids.max().unwrap_or(0).max(next.next_target);
+    if id == TARGET_UNASSIGNED {
+        return Err(Error::new(Code::NoSpc, "target ids are used up"));
+    }
     next.targets.push(pb::Target {
         id,
         node,
@@ -228,6 +237,16 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
         return Err(Error::new(Code::Busy, m));
     }
     let mut next = map.clone();
+    replace_servers(&mut next, u)?;
+    replace_chains(map, &mut next, &u.chains)?;
+    add_sets(&mut next, &u.sets)?;
+    MapView::new(next.clone()).map_err(|e| inval(e.message))?;
+    commit(map, next);
+    Ok(())
+}
+
+/// The nodes and targets of an update.
+fn replace_servers(next: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
     for n in &u.nodes {
         let have = find(&mut next.nodes, |h| h.id == n.id, "node", n.id)?;
         if have.role != n.role || have.name != n.name {
@@ -245,11 +264,20 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
         }
         *have = t.clone();
     }
+    Ok(())
+}
+
+/// The chains of an update.
+fn replace_chains(
+    map: &pb::ClusterMap,
+    next: &mut pb::ClusterMap,
+    chains: &[pb::Chain],
+) -> Result<()> {
     let open = recovery::in_doubt(map);
     let targets: BTreeSet<TargetId> = map.targets.iter().map(|t| t.id).collect();
     let mut at: BTreeMap<ChainId, usize> =
         map.chains.iter().enumerate().map(|(i, c)| (c.id, i)).collect();
-    for c in &u.chains {
+    for c in chains {
         let have = at.get(&c.id).copied();
         if c.lost || have.is_some_and(|i| next.chains[i].lost) {
             return Err(inval(format!(
@@ -290,17 +318,21 @@ pub fn update(map: &mut pb::ClusterMap, u: &pb::MapUpdate) -> Result<()> {
             }
         }
     }
-    for s in &u.sets {
+    Ok(())
+}
+
+/// The chain sets of an update.
+fn add_sets(next: &mut pb::ClusterMap, sets: &[pb::ChainSet]) -> Result<()> {
+    let chains: BTreeSet<ChainId> = next.chains.iter().map(|c| c.id).collect();
+    for s in sets {
         if next.sets.iter().any(|h| h.id == s.id) {
             return Err(inval(format!("chain set {} exists; sets never change", s.id)));
         }
-        if s.chains.is_empty() || s.chains.iter().any(|c| !at.contains_key(c)) {
+        if s.chains.is_empty() || s.chains.iter().any(|c| !chains.contains(c)) {
             return Err(inval(format!("chain set {} must name chains of the map", s.id)));
         }
         next.sets.push(s.clone());
     }
-    MapView::new(next.clone()).map_err(|e| inval(e.message))?;
-    commit(map, next);
     Ok(())
 }
 
@@ -380,6 +412,9 @@ pub fn check_transition(old: &pb::Chain, new: &pb::Chain) -> Result<()> {
     };
     if new.epoch <= old.epoch {
         return bad("epochs only increase");
+    }
+    if new.epoch > MAX_EPOCH {
+        return bad("it has had all its epochs");
     }
     if new.preferred.len() != old.preferred.len() {
         return bad("the number of its copies never changes");

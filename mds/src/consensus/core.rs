@@ -328,8 +328,8 @@ impl Core {
         }
         ops.extend(rd.take_entries().into_iter().map(LogOp::Append));
         for op in &ops {
-            // raft-rs's entries follow those it gave before, so a failure here is a bug, not bad
-            // input.
+            // raft-rs's entries follow those it gave before.
+            #[allow(clippy::expect_used, reason = "a failure is a bug of raft-rs, not bad input")]
             image.apply(op).expect("raft's own entries are consecutive");
         }
         out.messages = rd.take_messages();

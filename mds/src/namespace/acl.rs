@@ -8,7 +8,10 @@
 use bytes::{BufMut, Bytes, BytesMut};
 use strake_proto::{Code, Error, Result, pb};
 
-use super::perm::{S_IFDIR, S_IFLNK, S_IFMT, in_group};
+use super::{
+    caller::in_group,
+    inode::{S_IFDIR, S_IFLNK, S_IFMT},
+};
 
 pub(super) const ACCESS: &[u8] = b"system.posix_acl_access";
 pub(super) const DEFAULT: &[u8] = b"system.posix_acl_default";

@@ -17,14 +17,20 @@ use strake_proto::{
 use strake_store::{Batch, Reader};
 
 use super::{
-    FORMAT_ANEW, FORMAT_CHAINS, Memory,
+    caller::By,
     effects::{self, Effect, Ending},
-    gc, keys, level, locks,
-    ops::{self, DIR_SIZE},
-    perm,
+    ends,
+    fail::{Fail, Res, decode, fail, next},
+    format::{FORMAT_ANEW, FORMAT_CHAINS},
+    gc,
+    inode::{DIR_SIZE, S_IFDIR},
+    keys, level,
+    locks::table,
+    memory::{Memory, Session},
+    ops,
     placement::{PLACEMENT, Placement},
-    repair,
-    txn::{Fail, Layer, Res, Txn, decode, fail},
+    removal, repair,
+    txn::{Layer, Txn},
     writers::{self, Left},
 };
 use crate::cluster;
@@ -41,13 +47,8 @@ pub const MAX_DEAD: usize = 64;
 /// Session ids are never reused, so one epoch per session is enough; eviction asks for the next.
 const SESSION_EPOCH: u64 = 1;
 const FIRST_INO: u64 = 2;
-
-/// A session and the sequence numbers whose replies are kept.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Session {
-    pub record: pb::SessionRecord,
-    pub seqs: BTreeSet<u64>,
-}
+/// No session ends if the next number is beyond this one.
+const LAST_NUMBER: u64 = u64::MAX / 2;
 
 /// The text of an error is not part of the state: versions that run side by side may word it
 /// differently.
@@ -70,16 +71,6 @@ pub(super) struct Apply<'a> {
     pub uuids: BTreeMap<Bytes, Option<SessionId>>,
     /// The effects of each entry that changed something.
     pub effects: Vec<Effect>,
-}
-
-/// Adds what has changed to a table; `None` = ended.
-pub(super) fn merge<K: Ord, V>(into: &mut BTreeMap<K, V>, changes: BTreeMap<K, Option<V>>) {
-    for (k, v) in changes {
-        match v {
-            Some(v) => into.insert(k, v),
-            None => into.remove(&k),
-        };
-    }
 }
 
 fn ok() -> pb::LogReply {
@@ -180,11 +171,11 @@ impl<'a> Apply<'a> {
             Command::GcDone(g) => self.change(|t| gc::gc_done(t, &g.numbers)).map(|()| ok()),
             Command::TrimDone(d) => self.change(|t| gc::trim_done(t, &d)).map(|()| ok()),
             Command::Repair(r) => self.change(|t| repair::repair(t, &r)).map(|()| ok()),
-            Command::FreeOrphans(f) => self.change(|t| gc::free_orphans(t, &f.inos)).map(|()| ok()),
-            Command::Settings(s) => self.settings(&s),
-            Command::EndFound(e) => {
-                self.change(|t| writers::end_found(t, &e, index)).map(|()| ok())
+            Command::FreeOrphans(f) => {
+                self.change(|t| removal::free_orphans(t, &f.inos)).map(|()| ok())
             }
+            Command::Settings(s) => self.settings(&s),
+            Command::EndFound(e) => self.change(|t| ends::end_found(t, &e, index)).map(|()| ok()),
             Command::ChainsAnew(b) => self.begin_anew(&b),
             Command::RaiseLevel(r) => self.raise_level(index, r.to),
         }
@@ -268,7 +259,7 @@ impl<'a> Apply<'a> {
         let now = h.now_ns;
         let attr = pb::Attr {
             ino: ROOT_INO,
-            mode: perm::S_IFDIR | f.root_mode & 0o7777,
+            mode: S_IFDIR | f.root_mode & 0o7777,
             uid: f.root_uid,
             gid: f.root_gid,
             nlink: 2,
@@ -305,13 +296,8 @@ impl<'a> Apply<'a> {
         let Some(creds) = &m.creds else {
             return fail(Code::Inval, "the request does not name the caller");
         };
-        let by = ops::By {
-            creds,
-            session: m.session,
-            index,
-            ends_matter: m.ends_matter,
-            rules: m.rules,
-        };
+        let by =
+            By { creds, session: m.session, index, ends_matter: m.ends_matter, rules: m.rules };
         let (reply, effect) = self.run(by, &m.ops)?;
         self.effects.push(Effect {
             session: m.session,
@@ -330,7 +316,7 @@ impl<'a> Apply<'a> {
         Ok(pb::LogReply { status: None, reply: Some(pb::log_reply::Reply::Meta(reply)) })
     }
 
-    fn run(&mut self, by: ops::By<'_>, ops: &[pb::Op]) -> Res<(pb::MetaReply, Effect)> {
+    fn run(&mut self, by: By<'_>, ops: &[pb::Op]) -> Res<(pb::MetaReply, Effect)> {
         let mut t = self.txn();
         let (reply, all) = ops::run(&mut t, by, ops, true)?;
         let (layer, header, notes) = t.finish();
@@ -426,8 +412,7 @@ impl<'a> Apply<'a> {
                         format!("{MAX_SESSIONS} sessions are open; try again later"),
                     );
                 }
-                let id = self.header.next_session;
-                self.header.next_session += 1;
+                let id = next(&mut self.header.next_session, "session ids")?;
                 self.uuids.insert(o.client_uuid.clone(), Some(id));
                 (id, Session::default())
             }
@@ -460,6 +445,10 @@ impl<'a> Apply<'a> {
     }
 
     fn session_end(&mut self, e: &pb::SessionEnd) -> Res<pb::LogReply> {
+        // Each eviction takes a number, and each file that is cut. What has begun must not fail.
+        if self.header.next_number > LAST_NUMBER {
+            return fail(Code::NoSpc, "numbers of evictions are used up");
+        }
         for id in &e.sessions {
             let Some(s) = self.session(*id).cloned() else { continue };
             for seq in &s.seqs {
@@ -469,15 +458,14 @@ impl<'a> Apply<'a> {
             self.sessions.insert(*id, None);
             let (mut left, mut fence) = (Left::Surplus, 0);
             if e.evict {
-                let n = self.header.next_number;
-                self.header.next_number += 1;
+                let n = next(&mut self.header.next_number, "numbers of evictions")?;
                 (left, fence) = (Left::Evicted(n), n);
-                let r =
-                    pb::EvictedRecord { session: *id, min_epoch: s.record.epoch + 1, below: false };
+                let min_epoch = s.record.epoch.saturating_add(1);
+                let r = pb::EvictedRecord { session: *id, min_epoch, below: false };
                 self.batch.put(keys::numbered(keys::EVICTED, n), Some(r.encode_to_vec().into()));
             }
             self.change(|t| {
-                locks::end_session(t, *id, fence)?;
+                table::end_session(t, *id, fence)?;
                 writers::release_all(t, *id, left)
             })?;
             // Storage servers learn of evictions in another way.
@@ -527,7 +515,11 @@ impl<'a> Apply<'a> {
         for counter in
             [&mut h.next_ino, &mut h.next_data_id, &mut h.next_session, &mut h.next_number]
         {
-            *counter = new.beyond(*counter) | 1;
+            let next = new.beyond(*counter) | 1;
+            if next <= *counter || next > LAST_NUMBER {
+                return fail(Code::NoSpc, "a counter is used up: no other recovery is possible");
+            }
+            *counter = next;
         }
         if shard_of(h.next_ino) != 0 {
             return fail(Code::NoSpc, "inode ids are used up: no other recovery is possible");
@@ -537,8 +529,8 @@ impl<'a> Apply<'a> {
         let known: BTreeSet<SessionId> =
             self.memory.sessions.keys().chain(self.sessions.keys()).copied().collect();
         self.session_end(&pb::SessionEnd { sessions: known.into_iter().collect(), evict: true })?;
-        let (number, below) = (self.header.next_number, self.header.next_session);
-        self.header.next_number += 1;
+        let below = self.header.next_session;
+        let number = next(&mut self.header.next_number, "numbers of evictions")?;
         let all = pb::EvictedRecord { session: below, min_epoch: 0, below: true };
         self.batch.put(keys::numbered(keys::EVICTED, number), Some(all.encode_to_vec().into()));
         Ok(ok())

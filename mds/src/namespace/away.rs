@@ -5,13 +5,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use pb::ReplicaState::ReplicaLastsrv;
-use strake_proto::{Code, Ino, NodeId, TargetId, map::ChainExt, pb};
+use strake_proto::{NodeId, TargetId, map::ChainExt, pb};
 
 use super::{
-    ops::Run,
-    perm,
+    inode::{S_IFMT, S_IFREG},
     placement::{MAX_COPIES, Placement},
-    txn::{Fail, Res},
 };
 use pb::op::Op;
 
@@ -19,28 +17,10 @@ use pb::op::Op;
 pub(super) fn any_chooses(ops: &[pb::Op]) -> bool {
     ops.iter().any(|o| match &o.op {
         Some(Op::Create(_) | Op::Tmpfile(_)) => true,
-        Some(Op::Mknod(o)) => matches!(o.mode & perm::S_IFMT, 0 | perm::S_IFREG),
+        Some(Op::Mknod(o)) => matches!(o.mode & S_IFMT, 0 | S_IFREG),
         Some(Op::Setlayout(o)) => o.layout.is_some(),
         _ => false,
     })
-}
-
-impl Run<'_, '_> {
-    /// The layout of a new file. Notes it if there is none only because targets are away.
-    pub(super) fn chosen(
-        &self,
-        spec: &pb::LayoutSpec,
-        ino: Ino,
-        data_id: u64,
-        generation: u32,
-    ) -> Res<pb::Layout> {
-        self.t.place.layout(spec, ino, data_id, generation).map_err(|e| {
-            if matches!(e.code, Code::NoSpc | Code::NoDev) && self.t.place.waits(spec) {
-                self.t.notes.away.set(true);
-            }
-            Fail::Op(e)
-        })
-    }
 }
 
 impl Placement {

@@ -8,7 +8,7 @@ use std::{
 
 use strake_proto::{Ino, Rights, SessionId, pb};
 
-use super::writers;
+use super::perm::asks_to_write;
 use pb::op::Op;
 
 /// These rights to a file's data end for those that were given them. Session 0: for all sessions;
@@ -140,9 +140,9 @@ pub(crate) fn sets(op: &pb::Op) -> bool {
 /// already.
 pub(crate) fn enlists(op: &pb::Op) -> bool {
     match &op.op {
-        Some(Op::Open(o)) => writers::asks_to_write(o.flags),
-        Some(Op::Create(o)) => writers::asks_to_write(o.flags),
-        Some(Op::Tmpfile(o)) => writers::asks_to_write(o.flags),
+        Some(Op::Open(o)) => asks_to_write(o.flags),
+        Some(Op::Create(o)) => asks_to_write(o.flags),
+        Some(Op::Tmpfile(o)) => asks_to_write(o.flags),
         _ => false,
     }
 }

@@ -1,23 +1,14 @@
 //! Permission checks: mode bits and ACL against credentials, as Linux decides it (`fs/namei.c`,
 //! `fs/attr.c`).
 
-use std::borrow::Cow;
-
 use strake_proto::{Code, Error, Result, ops::O_ACCMODE, pb};
 
-use super::{acl::Acl, ops::Inode};
+use super::{
+    acl::Acl,
+    caller::{in_group, is_root, owns},
+    inode::{Inode, S_IFDIR, S_IFMT, S_IFREG, S_ISGID, S_ISUID, S_ISVTX, is_dir, is_file},
+};
 
-pub(super) const S_IFMT: u32 = 0o170_000;
-pub(super) const S_IFSOCK: u32 = 0o140_000;
-pub(super) const S_IFLNK: u32 = 0o120_000;
-pub(super) const S_IFREG: u32 = 0o100_000;
-pub(super) const S_IFBLK: u32 = 0o060_000;
-pub(super) const S_IFDIR: u32 = 0o040_000;
-pub(super) const S_IFCHR: u32 = 0o020_000;
-pub(super) const S_IFIFO: u32 = 0o010_000;
-pub(super) const S_ISUID: u32 = 0o4000;
-pub(super) const S_ISGID: u32 = 0o2000;
-pub(super) const S_ISVTX: u32 = 0o1000;
 const S_IXGRP: u32 = 0o010;
 
 pub(super) const R: u32 = 4;
@@ -27,38 +18,6 @@ pub(super) const X: u32 = 1;
 /// Linux x86-64 open flags that decide what an open may do.
 /// Set by the kernel for the open of a program to run: it needs the x bit and not the r bit.
 const FMODE_EXEC: u32 = 0x20;
-
-pub(super) fn is_dir(a: &pb::Attr) -> bool {
-    a.mode & S_IFMT == S_IFDIR
-}
-
-pub(super) fn is_file(a: &pb::Attr) -> bool {
-    a.mode & S_IFMT == S_IFREG
-}
-
-pub(super) fn is_root(c: &pb::Creds) -> bool {
-    c.uid == 0
-}
-
-pub(super) fn owns(c: &pb::Creds, a: &pb::Attr) -> bool {
-    is_root(c) || c.uid == a.uid
-}
-
-/// Whether the caller is in a group. The groups must be [in order](in_order).
-pub(super) fn in_group(c: &pb::Creds, gid: u32) -> bool {
-    debug_assert!(c.groups.is_sorted(), "groups that are searched are in order");
-    c.gid == gid || c.groups.binary_search(&gid).is_ok()
-}
-
-/// The same caller with sorted groups, so that a search is cheap however many there are.
-pub(super) fn in_order(c: &pb::Creds) -> Cow<'_, pb::Creds> {
-    if c.groups.is_sorted() {
-        return Cow::Borrowed(c);
-    }
-    let mut c = c.clone();
-    c.groups.sort_unstable();
-    Cow::Owned(c)
-}
 
 /// `EPERM` if the file is sealed: no caller may change it, root included.
 pub(super) fn changeable(r: &pb::InodeRecord) -> Result<()> {
@@ -116,6 +75,11 @@ pub(super) fn mask_of_open(flags: u32) -> u32 {
         1 => W,
         _ => R | W,
     }
+}
+
+/// Whether an open with these flags may write.
+pub(super) fn asks_to_write(flags: u32) -> bool {
+    flags & O_ACCMODE != 0
 }
 
 /// Whether a name of `victim` may be taken out of `dir`.

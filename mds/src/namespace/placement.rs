@@ -530,11 +530,21 @@ fn weigh(view: &MapView, all: &mut [Candidate]) {
             for (i, j) in ways {
                 let w = &mut all[*i].ways[*j].weight;
                 let before = *w;
-                *w = (u128::from(before) * up / down).min(u128::from(MOST)) as u64;
+                *w = scaled(before, up, down);
                 sum = sum + u128::from(*w) - u128::from(before);
             }
         }
     }
+}
+
+/// `weight * up / down`, at most [`MOST`]. Factors so large that the product overflows lose their
+/// lowest bits first: only for capacities that no device has.
+fn scaled(weight: u64, mut up: u128, mut down: u128) -> u64 {
+    let weight = u128::from(weight);
+    while weight.checked_mul(up).is_none() {
+        (up, down) = (up >> 1, down >> 1);
+    }
+    (weight * up / down.max(1)).min(u128::from(MOST)) as u64
 }
 
 fn is_even(of: &[u64]) -> bool {

@@ -10,10 +10,11 @@ use strake_proto::{
 };
 
 use super::{
-    gc, keys,
-    ops::Inode,
-    perm,
-    txn::{Res, Spot, Txn, fail},
+    fail::{Res, fail},
+    gc,
+    inode::{Inode, S_IFDIR, is_dir, is_file},
+    keys,
+    txn::{Spot, Txn},
 };
 use pb::repair::What;
 
@@ -63,8 +64,7 @@ fn chunks(t: &mut Txn<'_>, c: &pb::RepairChunks) -> Res<()> {
         ..Default::default()
     };
     let layout = Some(pb::Layout { generation: 0, components: vec![component], drafts: 0 });
-    gc::discard(t, pb::GcRecord { ino: c.ino, layout, size: 0 });
-    Ok(())
+    gc::discard(t, pb::GcRecord { ino: c.ino, layout, size: 0 })
 }
 
 /// The chains on which the file with these chunks keeps them; empty: there is no such file.
@@ -79,7 +79,7 @@ fn own_chains(t: &Txn<'_>, c: &pb::RepairChunks, view: &MapView) -> Res<Vec<u32>
 /// Trims everything beyond a file's current end.
 fn end(t: &mut Txn<'_>, e: &pb::RepairEnd) -> Res<()> {
     let mut r = t.need(e.ino)?;
-    if !perm::is_file(r.attr()) || r.layout.is_none() || r.attr().data_id != e.data_id {
+    if !is_file(r.attr()) || r.layout.is_none() || r.attr().data_id != e.data_id {
         return fail(
             Code::NoEnt,
             format!("inode {:#x} is not (or no longer) a file with data {:#x}", e.ino, e.data_id),
@@ -94,14 +94,14 @@ fn end(t: &mut Txn<'_>, e: &pb::RepairEnd) -> Res<()> {
     if r.seal.is_some() {
         return fail(Code::Busy, "the file is sealed, or being sealed");
     }
-    gc::cut(t, &mut r, e.size);
+    gc::cut(t, &mut r, e.size)?;
     t.put_unseen(e.ino, r);
     Ok(())
 }
 
 fn name(t: &mut Txn<'_>, n: &pb::RepairName) -> Res<()> {
     let mut dir = t.need(n.parent)?;
-    if !perm::is_dir(dir.attr()) {
+    if !is_dir(dir.attr()) {
         return fail(Code::NotDir, format!("inode {:#x} is not a directory", n.parent));
     }
     if t.inode(n.ino)?.is_some() {
@@ -122,10 +122,10 @@ fn name(t: &mut Txn<'_>, n: &pb::RepairName) -> Res<()> {
     }
     t.remove_name(n.parent, cookie)?;
     dir.entries = dir.entries.saturating_sub(1);
-    let (subdir, now) = (entry.r#type == perm::S_IFDIR >> 12, t.now());
+    let (subdir, now) = (entry.r#type == S_IFDIR >> 12, t.now());
     let a = dir.attr_mut();
     a.nlink = a.nlink.saturating_sub(subdir.into());
-    (a.mtime_ns, a.ctime_ns, a.change) = (now, now, a.change + 1);
+    (a.mtime_ns, a.ctime_ns, a.change) = (now, now, a.change.saturating_add(1));
     t.put_inode(n.parent, dir);
     Ok(())
 }

@@ -10,40 +10,11 @@ use strake_store::{Reader, prefix_end};
 
 use super::{
     effects::Notes,
+    fail::{Fail, Res, decode, fail},
     keys::{self, NameHash, SLOTS},
     placement::Placement,
     steps::{self, Steps},
 };
-
-/// Why an operation did not happen. An `Op` failure is an answer, the same on every member. A
-/// `Store` failure concerns this member's store only: no answer may be given, and the whole batch
-/// is dropped. `Later`: the list has not run, on any member, and may come again under its number.
-pub(super) enum Fail {
-    Op(Error),
-    Store(Error),
-    Later(Error),
-}
-
-pub(super) type Res<T> = Result<T, Fail>;
-
-impl From<Error> for Fail {
-    fn from(e: Error) -> Fail {
-        Fail::Op(e)
-    }
-}
-
-/// A failed operation with its cause as text.
-pub(super) fn fail<T>(code: Code, message: impl Into<String>) -> Res<T> {
-    Err(Fail::Op(Error::new(code, message)))
-}
-
-/// Reads a stored record; invalid bytes mean that this member's store is corrupt.
-pub(super) fn decode<M: Message + Default>(key: &[u8], value: Bytes) -> Res<M> {
-    M::decode(value).map_err(|e| {
-        let m = format!("metadata record {:02x?} is damaged ({e})", key);
-        Fail::Store(Error::new(Code::Corrupt, m))
-    })
-}
 
 /// Writes not in the store yet; `None` = deleted. Inodes stay decoded, they change often within a
 /// batch.

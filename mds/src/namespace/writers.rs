@@ -7,32 +7,31 @@
 //! end as soon as no other session may be writing, and before a new one may. Beside other writers
 //! nothing can be trimmed: after an eviction the file's size is found out instead.
 
-use strake_proto::{Code, Error, Ino, Rights, SessionId, ops::O_ACCMODE, pb};
+use strake_proto::{Code, Error, Ino, Rights, SessionId, pb};
 
 use super::{
-    FORMAT_CHAINS,
+    caller::By,
     effects::Ending,
-    gc, keys,
-    ops::{self, By, Inode},
-    txn::{Fail, Res, Txn, fail},
+    fail::{Fail, Res, fail},
+    format::FORMAT_CHAINS,
+    gc,
+    inode::Inode,
+    keys,
+    txn::Txn,
 };
-
-/// The writer of the found bytes is not known: not root, whose writes alone keep set-id bits.
-const NOBODY: u32 = 65_534;
 
 /// The rights to the data that a session that may write a file has, besides reading.
 pub(super) const TO_WRITE: Rights = Rights::WRITE.and(Rights::TRIM);
-
-pub(super) fn asks_to_write(flags: u32) -> bool {
-    flags & O_ACCMODE != 0
-}
 
 /// Records that the session may write the file.
 pub(super) fn enlist(t: &mut Txn<'_>, by: &By<'_>, r: &mut pb::InodeRecord) -> Res<()> {
     let ino = r.attr().ino;
     let key = keys::writer(by.session, ino);
     if t.get(&key)?.is_none() {
-        r.writers += 1;
+        let Some(writers) = r.writers.checked_add(1) else {
+            return fail(Code::Overloaded, format!("inode {ino} has too many writers"));
+        };
+        r.writers = writers;
         // This is a change for the other clients, too: what they cache about the file may now be
         // outdated.
         t.put_inode(ino, r.clone());
@@ -90,38 +89,12 @@ pub(super) fn release(
     }
     if r.writers == 0 && r.surplus && r.layout.is_some() {
         let end = r.attr().size;
-        gc::cut(t, &mut r, end);
+        gc::cut(t, &mut r, end)?;
         (r.surplus, r.fence) = (false, 0);
     } else if let Left::Evicted(number) = left {
         t.notes.ends.push((ino, number));
     }
     t.put_unseen(ino, r);
-    Ok(())
-}
-
-/// The ends that evicted writers did not report were found out. `surplus` stays: another writer may
-/// have left some, too.
-pub(super) fn end_found(t: &mut Txn<'_>, e: &pb::EndFound, index: u64) -> Res<()> {
-    let before = t.need(e.ino)?;
-    if before.fence == 0 || before.fence != e.fence || before.attr().change != e.change {
-        return fail(
-            Code::Stale,
-            format!("inode {:#x} was changed during its size recovery", e.ino),
-        );
-    }
-    if e.end > before.attr().size {
-        // As if the writer had reported it. There may be holes in it.
-        let creds = pb::Creds { uid: NOBODY, gid: NOBODY, ..Default::default() };
-        let extend = pb::op::Op::Extend(pb::Extend { ino: e.ino, end: e.end, holes: true });
-        let by = By { creds: &creds, session: 0, index, ends_matter: false, rules: 0 };
-        let (reply, _) = ops::run(t, by, &[pb::Op { op: Some(extend) }], true)?;
-        if let Some(s) = reply.results.into_iter().find_map(|r| r.status) {
-            return Err(Fail::Op(s.into()));
-        }
-    }
-    let mut r = t.need(e.ino)?;
-    r.fence = 0;
-    t.put_unseen(e.ino, r);
     Ok(())
 }
 

@@ -213,18 +213,6 @@ pub(super) fn show(key: &[u8], value: &[u8]) -> Result<(&'static str, Map<String
             let ino = number(key, 1).ok_or_else(bad)?;
             ("xattr", json!({ "ino": ino, "name": text(&key[9..]), "bytes": value.len() }))
         }
-        Some(b's') => {
-            let s: pb::SessionRecord = decode("session", value)?;
-            (
-                "session",
-                json!({ "session": first()?, "hostname": s.hostname, "pid": s.pid, "version": s.version }),
-            )
-        }
-        Some(b'r') => {
-            decode::<pb::LogReply>("reply", value)?;
-            let (session, seq) = two()?;
-            ("reply", json!({ "session": session, "seq": seq }))
-        }
         Some(b'o') => ("orphan", json!({ "ino": first()? })),
         Some(b'g') => {
             let g: pb::GcRecord = decode("deletion", value)?;
@@ -237,6 +225,36 @@ pub(super) fn show(key: &[u8], value: &[u8]) -> Result<(&'static str, Map<String
         Some(b'e') => {
             let e: pb::EvictedRecord = decode("eviction", value)?;
             ("eviction", json!({ "number": first()?, "session": e.session, "below": e.below }))
+        }
+        Some(b'm') => {
+            let (ino, page) = two()?;
+            ("manifest", json!({ "ino": ino, "page": page, "extents": value.len() / 32 }))
+        }
+        _ => show_of_session(key, value)?,
+    };
+    match shown {
+        Value::Object(m) => Ok((record, m)),
+        _ => Ok((record, Map::new())),
+    }
+}
+
+/// The same for what sessions have and hold.
+fn show_of_session(key: &[u8], value: &[u8]) -> Result<(&'static str, Value)> {
+    let bad = || damaged("a key");
+    let first = || number(key, 1).filter(|_| key.len() == 9).ok_or_else(bad);
+    let two = || number(key, 1).zip(number(key, 9)).filter(|_| key.len() == 17).ok_or_else(bad);
+    Ok(match key.first() {
+        Some(b's') => {
+            let s: pb::SessionRecord = decode("session", value)?;
+            (
+                "session",
+                json!({ "session": first()?, "hostname": s.hostname, "pid": s.pid, "version": s.version }),
+            )
+        }
+        Some(b'r') => {
+            decode::<pb::LogReply>("reply", value)?;
+            let (session, seq) = two()?;
+            ("reply", json!({ "session": session, "seq": seq }))
         }
         Some(b'w') => {
             let (session, ino) = two()?;
@@ -256,16 +274,8 @@ pub(super) fn show(key: &[u8], value: &[u8]) -> Result<(&'static str, Map<String
             let (session, ino) = two()?;
             ("lock total", json!({ "session": session, "ino": ino, "ranges": t.ranges }))
         }
-        Some(b'm') => {
-            let (ino, page) = two()?;
-            ("manifest", json!({ "ino": ino, "page": page, "extents": value.len() / 32 }))
-        }
         _ => return Err(bad()),
-    };
-    match shown {
-        Value::Object(m) => Ok((record, m)),
-        _ => Ok((record, Map::new())),
-    }
+    })
 }
 
 fn show_inode(ino: u64, r: &pb::InodeRecord) -> Result<Value> {

@@ -107,7 +107,7 @@ fn state(dir: &Path) -> (pb::StateHeader, pb::ClusterMap, usize, Vec<pb::Evicted
     let ns =
         Namespace::open(std::sync::Arc::new(Sizes::of(dir).unwrap().store(dir, 1 << 20).unwrap()))
             .unwrap();
-    (ns.header(), ns.map().map.clone(), ns.sessions().len(), ns.evicted_after(0))
+    (ns.header(), ns.map().map.clone(), ns.sessions().len(), ns.backlog().evicted_after(0))
 }
 
 /// A group of one counts as whole; here it has two voters, one of which is gone.

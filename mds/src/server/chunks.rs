@@ -91,11 +91,11 @@ impl Trims {
         made.lock().begin(term);
         let progress = &TrimProgress::default();
         let wanted = |(ino, number): (Ino, u64)| {
-            self.member.machine.namespace.trim_of(ino).is_some_and(|t| t.number == number)
+            self.member.machine.namespace.backlog().trim_of(ino).is_some_and(|t| t.number == number)
         };
         let list = |n: usize| {
             made.lock().cuts.retain(|cut| wanted(*cut));
-            let trims = self.member.machine.namespace.trims(n);
+            let trims = self.member.machine.namespace.backlog().trims(n);
             if trims.len() < n {
                 // These are all trims. A trim that a later one replaced does not continue.
                 progress.retain(|number| trims.iter().any(|(_, t, _)| t.number == number));
@@ -144,6 +144,7 @@ impl Trims {
             self.member
                 .machine
                 .namespace
+                .backlog()
                 .gc_queue(n)
                 .into_iter()
                 .map(|(n, r)| (n, (n, r)))
@@ -197,7 +198,7 @@ impl Trims {
         let mut applied = self.member.machine.applied_watch();
         let mut leadership = self.member.leadership.clone();
         let deadline = tokio::time::Instant::now() + limit;
-        while self.member.machine.namespace.trim_of(ino).is_some() {
+        while self.member.machine.namespace.backlog().trim_of(ino).is_some() {
             if self.member.leading()? != term {
                 return Err(Error::not_leader(0));
             }
@@ -228,8 +229,12 @@ fn fenced_before(member: &Member, number: u64, stripes: &StripeMap, map: &MapVie
         // A server that was not heard of knows no eviction. Asked in this order, so that evictions
         // in between count.
         let known = member.with_lead(|l| Ok(l.manager.known_of(chain, map)))?;
-        if let Some(eviction) =
-            member.machine.namespace.eviction_after(known).filter(|eviction| *eviction < number)
+        if let Some(eviction) = member
+            .machine
+            .namespace
+            .backlog()
+            .eviction_after(known)
+            .filter(|eviction| *eviction < number)
         {
             return Err(Error::new(
                 Code::Overloaded,
@@ -266,25 +271,8 @@ pub(super) async fn work_off<K, T, W, J, D>(
         if free > 0 {
             let now = Instant::now();
             let listed = list(busy.len() + parallel);
-            let due: BTreeSet<K> = listed.iter().map(|l| l.0).collect();
-            busy.retain(|k, job| job.at.is_none() || due.contains(k));
-            // Failed jobs must not keep new ones away, nor new ones them: the job that has been due
-            // longest is first.
-            let mut fresh = busy.values().filter(|job| job.is_fresh()).count();
-            let mut ready = Vec::new();
-            for (key, what) in listed {
-                if !busy.contains_key(&key) {
-                    if fresh >= parallel || busy.len() >= MAX_LATER {
-                        continue;
-                    }
-                    fresh += 1;
-                }
-                let job = busy.entry(key).or_insert_with(|| Job::new(now));
-                ready.extend(job.at.filter(|at| *at <= now).map(|at| (at, key, job.begun, what)));
-            }
-            ready.sort_unstable_by_key(|(at, key, ..)| (*at, *key));
-            let has_place =
-                |(_, _, begun, _): &(Instant, K, bool, T)| !begun || take_one(&mut long);
+            let ready = ready(&mut busy, listed, parallel, now);
+            let has_place = |(_, _, begun, _): &Ready<K, T>| !begun || take_one(&mut long);
             for (_, key, _, what) in ready.into_iter().filter(has_place).take(free) {
                 busy.entry(key).and_modify(|job| job.at = None);
                 let run = job(what);
@@ -299,31 +287,73 @@ pub(super) async fn work_off<K, T, W, J, D>(
         tokio::select! {
             biased;
             Some((key, result)) = running.next(), if !running.is_empty() => {
-                let mut finished = Vec::new();
                 let mut ended = vec![(key, result)];
                 while let Some(Some(next)) = running.next().now_or_never() {
                     ended.push(next);
                 }
-                for (key, result) in ended {
-                    match result {
-                        Ok(Did::All) => finished.push(key),
-                        Ok(Did::Part) => made_way(&mut busy, key),
-                        Err(e) => failed(&mut busy, key, &e, most),
-                    }
-                }
-                if finished.is_empty() {
-                    continue;
-                }
-                let reported = done(finished.clone()).await;
-                for key in finished {
-                    match &reported {
-                        Ok(()) => drop(busy.remove(&key)),
-                        Err(e) => failed(&mut busy, key, e, most),
-                    }
-                }
+                settle(&mut busy, ended, most, &done).await;
             }
             () = wake() => (),
             () = sleep_until(until) => (),
+        }
+    }
+}
+
+/// A job that may run: since when, its key, whether it has done a part, and what it is.
+type Ready<K, T> = (Instant, K, bool, T);
+
+/// The jobs that are due, of those that are listed. Failed jobs must not keep new ones away, nor
+/// new ones them: the job that has been due longest is first.
+fn ready<K: Ord + Copy, T>(
+    busy: &mut BTreeMap<K, Job>,
+    listed: Vec<(K, T)>,
+    parallel: usize,
+    now: Instant,
+) -> Vec<Ready<K, T>> {
+    let due: BTreeSet<K> = listed.iter().map(|l| l.0).collect();
+    busy.retain(|k, job| job.at.is_none() || due.contains(k));
+    let mut fresh = busy.values().filter(|job| job.is_fresh()).count();
+    let mut ready = Vec::new();
+    for (key, what) in listed {
+        if !busy.contains_key(&key) {
+            if fresh >= parallel || busy.len() >= MAX_LATER {
+                continue;
+            }
+            fresh += 1;
+        }
+        let job = busy.entry(key).or_insert_with(|| Job::new(now));
+        ready.extend(job.at.filter(|at| *at <= now).map(|at| (at, key, job.begun, what)));
+    }
+    ready.sort_unstable_by_key(|(at, key, ..)| (*at, *key));
+    ready
+}
+
+/// Notes how jobs ended, and reports those that are finished.
+async fn settle<K, D>(
+    busy: &mut BTreeMap<K, Job>,
+    ended: Vec<(K, Result<Did>)>,
+    most: Duration,
+    done: &impl Fn(Vec<K>) -> D,
+) where
+    K: Ord + Copy + std::fmt::Debug,
+    D: Future<Output = Result<()>>,
+{
+    let mut finished = Vec::new();
+    for (key, result) in ended {
+        match result {
+            Ok(Did::All) => finished.push(key),
+            Ok(Did::Part) => made_way(busy, key),
+            Err(e) => failed(busy, key, &e, most),
+        }
+    }
+    if finished.is_empty() {
+        return;
+    }
+    let reported = done(finished.clone()).await;
+    for key in finished {
+        match &reported {
+            Ok(()) => drop(busy.remove(&key)),
+            Err(e) => failed(busy, key, e, most),
         }
     }
 }
@@ -447,7 +477,7 @@ async fn cut_once(
     }
     // Checked only now: if the number was given after another trim of the file was done, using it
     // would undo later writes.
-    if member.machine.namespace.trim_of(ino).is_none_or(|t| t.number != trim.number) {
+    if member.machine.namespace.backlog().trim_of(ino).is_none_or(|t| t.number != trim.number) {
         let m = format!("truncation {} of inode {ino:#x} is complete or was replaced", trim.number);
         return Err(Error::new(Code::Stale, m));
     }

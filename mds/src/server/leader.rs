@@ -377,7 +377,7 @@ impl Leader {
         }
         loop {
             sleep(ORPHAN_TICK).await;
-            let orphans = self.member.machine.namespace.orphans(ORPHANS);
+            let orphans = self.member.machine.namespace.backlog().orphans(ORPHANS);
             let now = self.member.env.boot();
             let Ok(free) =
                 self.member.with_lead(|l| Ok(l.sessions.free(now, &orphans, ORPHAN_PAUSE)))

@@ -55,8 +55,10 @@ pub(super) async fn end_leases(member: &Member) {
         // Like everything that makes a file grow, a report waits while the file is being trimmed,
         // or its end searched; the sender is not to blame.
         let namespace = &member.machine.namespace;
-        let held_up =
-            |ino| namespace.trim_of(ino).is_some() || !matches!(namespace.endless(ino), Ok(None));
+        let held_up = |ino| {
+            namespace.backlog().trim_of(ino).is_some()
+                || !matches!(namespace.backlog().endless(ino), Ok(None))
+        };
         let (excused, late): (Vec<_>, Vec<_>) =
             late.into_iter().partition(|(_, ino)| held_up(*ino));
         member.recalls.excuse(&excused);

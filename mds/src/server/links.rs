@@ -1,97 +1,38 @@
 //! Connections to storage servers, and the fabric they go over.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
-use parking_lot::Mutex;
 use strake_fabric::{Connection, Fabric};
-use strake_proto::{Code, Error, Result, pb};
-use tokio::time::{Instant, timeout};
+use strake_links::{ConnectionPool, connect, pool::Limits};
+use strake_proto::{Result, pb};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// After a failed connect, requests for that server fail at once for this long before another try:
-/// otherwise many waiting requests would each try for a second, one after the other.
+/// many requests for it are repeated after shorter pauses.
 const FAILURE_STANDS: Duration = Duration::from_millis(500);
-/// Beyond this many connections broken ones are forgotten.
-const MAX_LINKS: usize = 1024;
-
-/// The connection to one server, or the result of the last try for one.
-#[derive(Default)]
-struct Link {
-    open: Option<Arc<dyn Connection>>,
-    failed: Option<(Instant, Error)>,
-}
-
-/// Locked while the connection is made.
-type Slot = Arc<tokio::sync::Mutex<Link>>;
 
 /// One connection per storage server, over the best of its endpoints that answered, kept until it
 /// breaks.
 pub(super) struct Links {
     fabric: Arc<dyn Fabric>,
     /// By the servers' endpoints.
-    open: Mutex<BTreeMap<Vec<String>, Slot>>,
+    pool: ConnectionPool<Vec<String>>,
 }
 
 impl Links {
     pub(super) fn new(fabric: Arc<dyn Fabric>) -> Links {
-        Links { fabric, open: Mutex::default() }
+        let limits = Limits { failure_stands: FAILURE_STANDS, ..Limits::default() };
+        Links { fabric, pool: ConnectionPool::new(limits) }
     }
 
     pub(super) fn fabric(&self) -> &dyn Fabric {
         &*self.fabric
     }
 
-    fn slot(&self, at: &[String]) -> Slot {
-        let mut open = self.open.lock();
-        if open.len() >= MAX_LINKS && !open.contains_key(at) {
-            // Servers may have returned at other addresses, again and again.
-            open.retain(|_, s| {
-                s.try_lock().map_or(true, |l| l.open.as_ref().is_some_and(|c| !c.is_closed()))
-            });
-        }
-        open.entry(at.to_vec()).or_default().clone()
-    }
-
     /// The connection to a storage server, made if there is none. A failure is returned to all that
     /// waited for it, and to requests soon after.
     pub(super) async fn get(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
-        let slot = self.slot(&node.endpoints);
-        let mut slot = slot.lock().await;
-        if let Some(c) = slot.open.as_ref().filter(|c| !c.is_closed()) {
-            return Ok(c.clone());
-        }
-        if let Some((at, e)) = &slot.failed
-            && at.elapsed() < FAILURE_STANDS
-        {
-            return Err(e.clone());
-        }
-        let made = self.connect(node).await;
-        *slot = match &made {
-            Ok(c) => Link { open: Some(c.clone()), failed: None },
-            Err(e) => Link { open: None, failed: Some((Instant::now(), e.clone())) },
-        };
-        made
-    }
-
-    async fn connect(&self, node: &pb::Node) -> Result<Arc<dyn Connection>> {
-        let mut last =
-            Error::new(Code::Inval, format!("storage server '{}' has no endpoint", node.name));
-        let failed = |e: Error| e.context(format_args!("storage server '{}'", node.name));
-        for at in self.fabric.ways(&node.endpoints).map_err(failed)? {
-            match timeout(CONNECT_TIMEOUT, self.fabric.connect(&at, None)).await {
-                Ok(Ok(c)) => return Ok(c),
-                Ok(Err(e)) => {
-                    last = e.context(format_args!("storage server '{}' at {at}", node.name))
-                }
-                Err(_) => {
-                    last = Error::new(
-                        Code::TimedOut,
-                        format!("storage server '{}' at {at}", node.name),
-                    )
-                }
-            }
-        }
-        Err(last)
+        self.pool.get(&node.endpoints, || connect(&*self.fabric, node, CONNECT_TIMEOUT)).await
     }
 }
 
@@ -102,6 +43,8 @@ mod tests {
     use async_trait::async_trait;
     use futures_util::future::try_join_all;
     use strake_fabric::{Endpoint, Listener, Message, Pool, Service};
+    use strake_proto::{Code, Error};
+    use tokio::time::Instant;
 
     use super::*;
 
@@ -146,20 +89,6 @@ mod tests {
         fn close(&self) {
             self.0.store(true, Ordering::Relaxed);
         }
-    }
-
-    #[tokio::test]
-    async fn links_that_broke_are_forgotten_when_there_are_many() {
-        let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), Arc::default())));
-        let node =
-            |n: usize| pb::Node { endpoints: vec![format!("tcp:h:{n}")], ..Default::default() };
-        let kept = links.get(&node(1)).await.unwrap();
-        for n in 2..=3 * MAX_LINKS {
-            links.get(&node(n)).await.unwrap().close();
-            assert!(links.open.lock().len() <= MAX_LINKS);
-        }
-        let again = links.get(&node(1)).await.unwrap();
-        assert!(Arc::ptr_eq(&kept, &again), "one that works stays");
     }
 
     #[tokio::test(start_paused = true)]

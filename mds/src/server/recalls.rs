@@ -205,7 +205,7 @@ impl Recalls {
     /// This server leads from now on.
     pub(super) fn start(&self, term: u64, namespace: &Namespace) -> Result<()> {
         // Done first: from here on this learns of every eviction.
-        let in_state = || namespace.evicted_after(0).iter().map(|e| e.session).collect();
+        let in_state = || namespace.backlog().evicted_after(0).iter().map(|e| e.session).collect();
         let before = self.evicted.lock().may_live(self.env.boot(), self.limits.term, in_state);
         namespace.survey(|found| {
             let gone = self.evicted.lock().may_live(self.env.boot(), self.limits.term, || before);

@@ -10,7 +10,8 @@ use std::{
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use strake_fabric::{Message, Peer, Relay, Role, Service, unknown_opcode};
+use strake_fabric::{Message, Peer, Role, Service, unknown_opcode};
+use strake_links::{Relay, payloads};
 use strake_proto::{
     Code, Error, Incarnation, Kin, NodeId, Result, frame::MAX_BODY, map::MAX_EVICTED, opcode, pb,
 };
@@ -126,6 +127,10 @@ impl Service for Mds {
         }
     }
 
+    fn answer_len(&self, m: &Message) -> usize {
+        payloads::answer_len(m.opcode, &m.body)
+    }
+
     fn disconnected(&self, peer: &Peer) {
         self.sessions.disconnected(peer);
         self.relay.disconnected(peer);
@@ -151,42 +156,9 @@ impl Mds {
         // memory limit.
         let body = std::mem::take(&mut request.body);
         let reply = match request.opcode {
-            opcode::META => {
-                let body = few_numbers(MAX_DROPPED, DROPPED_TAG, at_most(MAX_OPS, OPS_TAG, body)?)?;
-                self.meta(peer, decode(body)?).await?
-            }
-            opcode::SESSION_OPEN => {
-                let r: pb::SessionOpenRequest = decode(at_most(MAX_DEAD, DEAD_TAG, body)?)?;
-                self.of_this_life(peer, r.incarnation)?;
-                self.sessions.open(peer, r).await?
-            }
-            opcode::SESSION_RENEW => {
-                let r: pb::SessionRenewRequest = decode(body)?;
-                self.of_this_life(peer, r.incarnation)?;
-                self.sessions.renew(peer, r).await?
-            }
-            opcode::SESSION_CLOSE => self.sessions.close(peer, decode(body)?).await?,
-            opcode::LOCK_WAIT => {
-                let r: pb::LockWaitRequest = decode(at_most(MAX_OF_SESSION, WAITS_TAG, body)?)?;
-                self.sessions.owns(peer, r.session)?;
-                self.sessions.heard(r.session)?;
-                self.locks.wait(r).await?
-            }
-            opcode::RECALL => {
-                let lists = [REPORTED_TAG, WORKING_TAG, CHECKED_TAG];
-                let body = lists
-                    .into_iter()
-                    .try_fold(body, |body, tag| few_numbers(MAX_REPORTED, tag, body))?;
-                {
-                    let r: pb::RecallRequest = decode(body)?;
-                    self.sessions.owns(peer, r.session)?;
-                    self.sessions.heard(r.session)?;
-                    lease_service::recall(&self.member, r).await?
-                }
-            }
-            opcode::MAP => self.send_map(peer, &decode(body)?).await?,
             opcode::ECHO => {
-                return Ok(Message::new(opcode::ECHO, body).with_payload(request.payload));
+                let answer = Message::new(opcode::ECHO, body).with_payload(request.payload);
+                return Ok(payloads::answer(opcode::ECHO, answer));
             }
             opcode::REGISTER
             | opcode::HEARTBEAT
@@ -201,31 +173,17 @@ impl Mds {
             {
                 return Err(self.refuse(peer, request.opcode));
             }
-            opcode::REGISTER => {
-                let r: pb::RegisterRequest = decode(body)?;
-                self.of_this_life(peer, r.incarnation)?;
-                self.register(r).await?
-            }
-            opcode::HEARTBEAT => {
-                let r: pb::HeartbeatRequest = decode(body)?;
-                self.of_this_life(peer, r.incarnation)?;
-                self.heartbeat(r).await?
-            }
-            opcode::PENDING => self.pending(decode(body)?).await?,
-            opcode::PLACES => {
-                places(&self.member, &decode(at_most(MAX_PLACES, PLACES_TAG, body)?)?)?
-            }
-            opcode::MEMBERS => self.membership.members(decode(body)?).await?,
-            opcode::PROBE => self.membership.probed().await?,
-            opcode::FRONTIER => {
-                let r: pb::FrontierRequest = decode(body)?;
-                self.of_this_life(peer, r.incarnation)?;
-                self.followers.frontier(r).await?
-            }
             opcode::RAFT | opcode::SNAPSHOT => {
                 return self.member.node.handle(Message { body, ..request }).await;
             }
-            other => return Err(unknown_opcode(other)),
+            opcode::REGISTER
+            | opcode::HEARTBEAT
+            | opcode::PENDING
+            | opcode::PLACES
+            | opcode::MEMBERS
+            | opcode::PROBE
+            | opcode::FRONTIER => self.answer_server(peer, request.opcode, body).await?,
+            _ => self.answer_client(peer, request.opcode, body).await?,
         };
         if reply.len() > MAX_BODY as usize {
             return Err(Error::new(
@@ -234,6 +192,71 @@ impl Mds {
             ));
         }
         Ok(Message::new(request.opcode, reply))
+    }
+
+    async fn answer_client(&self, peer: &Peer, opcode: u16, body: Bytes) -> Result<Bytes> {
+        match opcode {
+            opcode::META => {
+                let body = few_numbers(MAX_DROPPED, DROPPED_TAG, at_most(MAX_OPS, OPS_TAG, body)?)?;
+                self.meta(peer, decode(body)?).await
+            }
+            opcode::SESSION_OPEN => {
+                let r: pb::SessionOpenRequest = decode(at_most(MAX_DEAD, DEAD_TAG, body)?)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.sessions.open(peer, r).await
+            }
+            opcode::SESSION_RENEW => {
+                let r: pb::SessionRenewRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.sessions.renew(peer, r).await
+            }
+            opcode::SESSION_CLOSE => self.sessions.close(peer, decode(body)?).await,
+            opcode::LOCK_WAIT => {
+                let r: pb::LockWaitRequest = decode(at_most(MAX_OF_SESSION, WAITS_TAG, body)?)?;
+                self.sessions.owns(peer, r.session)?;
+                self.sessions.heard(r.session)?;
+                self.locks.wait(r).await
+            }
+            opcode::RECALL => {
+                let lists = [REPORTED_TAG, WORKING_TAG, CHECKED_TAG];
+                let body = lists
+                    .into_iter()
+                    .try_fold(body, |body, tag| few_numbers(MAX_REPORTED, tag, body))?;
+                let r: pb::RecallRequest = decode(body)?;
+                self.sessions.owns(peer, r.session)?;
+                self.sessions.heard(r.session)?;
+                lease_service::recall(&self.member, r).await
+            }
+            opcode::MAP => self.send_map(peer, &decode(body)?).await,
+            other => Err(unknown_opcode(other)),
+        }
+    }
+
+    async fn answer_server(&self, peer: &Peer, opcode: u16, body: Bytes) -> Result<Bytes> {
+        match opcode {
+            opcode::REGISTER => {
+                let r: pb::RegisterRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.register(r).await
+            }
+            opcode::HEARTBEAT => {
+                let r: pb::HeartbeatRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.heartbeat(r).await
+            }
+            opcode::PENDING => self.pending(decode(body)?).await,
+            opcode::PLACES => {
+                places(&self.member, &decode(at_most(MAX_PLACES, PLACES_TAG, body)?)?)
+            }
+            opcode::MEMBERS => self.membership.members(decode(body)?).await,
+            opcode::PROBE => self.membership.probed().await,
+            opcode::FRONTIER => {
+                let r: pb::FrontierRequest = decode(body)?;
+                self.of_this_life(peer, r.incarnation)?;
+                self.followers.frontier(r).await
+            }
+            other => Err(unknown_opcode(other)),
+        }
     }
 }
 
@@ -337,7 +360,8 @@ impl Mds {
                 map,
             ))
         })?;
-        let mut evicted = self.member.machine.namespace.evicted_after(request.evicted_seen);
+        let mut evicted =
+            self.member.machine.namespace.backlog().evicted_after(request.evicted_seen);
         evicted.truncate(MAX_EVICTED);
         let newer = map.version() > request.map_version;
         // Read after the barrier: nothing answered earlier is missing.
@@ -350,7 +374,7 @@ impl Mds {
         self.member.leading()?;
         self.member.node.read_barrier().await?;
         let limit = request.limit.min(MAX_PENDING) as usize;
-        let items = self.member.machine.namespace.pending(&request, limit)?;
+        let items = self.member.machine.namespace.backlog().pending(&request, limit)?;
         Ok(encode(&pb::PendingReply { items }))
     }
 

@@ -43,7 +43,7 @@ pub(super) async fn find_ends(member: &Member, term: u64) {
 
 /// `Ok`: the end is known, or no longer needed.
 async fn find_end(member: &Member, ino: Ino) -> Result<()> {
-    let Some(r) = member.machine.namespace.endless(ino)? else { return Ok(()) };
+    let Some(r) = member.machine.namespace.backlog().endless(ino)? else { return Ok(()) };
     if r.trim.is_some() {
         // Bytes about to be trimmed must not count as written.
         return Err(Error::new(Code::Overloaded, "the file waits for a truncation"));
@@ -175,7 +175,10 @@ async fn end_at(
     }
     let Some(e) = last else { return Ok(End { at: 0, sure: true }) };
     // Extents are whole blocks: a read tells how much of the last one is used.
-    let offset = e.offset + e.len - BLOCK_LEN;
+    let Some(offset) = e.offset.checked_add(e.len).and_then(|end| end.checked_sub(BLOCK_LEN))
+    else {
+        return Err(Error::new(Code::Protocol, "a storage server names an impossible extent"));
+    };
     let (len, sure) = match call(
         conn,
         opcode::READ,
@@ -190,7 +193,7 @@ async fn end_at(
         Err(e) => return Err(e),
     };
     let (start, most) = stripes.place_of(e.index).unwrap_or_default();
-    Ok(End { at: (start + most.min(u64::from(offset + len))).min(MAX_FILE_SIZE), sure })
+    Ok(End { at: (start + most.min(u64::from(offset) + u64::from(len))).min(MAX_FILE_SIZE), sure })
 }
 
 async fn call(

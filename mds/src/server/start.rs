@@ -9,7 +9,8 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_fabric::{Endpoint, Fabric, Listener, Relay};
+use strake_fabric::{Endpoint, Fabric, Listener};
+use strake_links::Relay;
 use strake_proto::{CapKey, Code, Error, Result, pb};
 use strake_runtime::Env;
 use strake_store::MetaStore;
@@ -130,42 +131,7 @@ pub(super) fn start_with(
             started: parts.env.boot(),
             cfg,
         });
-        let fair = Arc::new(Fair::new(machine));
-        let sessions = Arc::new(SessionService::new(member.clone(), parts.cap_key));
-        let locks = Arc::new(LockService::new(member.clone()));
-        let trims = Arc::new(Trims::new(member.clone()));
-        let changes = Arc::new(Changes {
-            member: member.clone(),
-            sessions: sessions.clone(),
-            locks: locks.clone(),
-            trims: trims.clone(),
-            fair: fair.clone(),
-            request_dedup: Mutex::default(),
-        });
-        let reads = Reads {
-            member: member.clone(),
-            sessions: sessions.clone(),
-            locks: locks.clone(),
-            fair: fair.clone(),
-        };
-        let leader = Arc::new(Leader {
-            member: member.clone(),
-            sessions: sessions.clone(),
-            changes: changes.clone(),
-            locks: locks.clone(),
-            trims,
-        });
-        let mds = Arc::new(Mds {
-            sessions,
-            locks,
-            reads,
-            changes,
-            followers: Arc::new(Followers::new(member.clone(), fair)),
-            membership: Arc::new(Membership { member: member.clone() }),
-            relay: Relay::new(parts.fabric.clone()),
-            refused: AtomicU64::new(0),
-            member,
-        });
+        let (mds, leader) = services(member, machine, parts.cap_key, parts.fabric.clone());
         let listener = parts.fabric.listen(&mds.member.cfg.listen, mds.clone()).await?;
         let endpoint = listener.endpoint().clone();
         let advertised = mds.member.cfg.advertise.clone().unwrap_or_else(|| endpoint.clone());
@@ -184,6 +150,52 @@ pub(super) fn start_with(
         tracing::info!(id = mds.member.cfg.id, at = %endpoint, "metadata server listens");
         Ok(MdsServer { mds, endpoint, listener: Some(listener), tasks, lock: None })
     })
+}
+
+/// The parts that serve requests, and what this member does while it leads.
+fn services(
+    member: Arc<Member>,
+    machine: Arc<Machine>,
+    cap_key: CapKey,
+    fabric: Arc<dyn Fabric>,
+) -> (Arc<Mds>, Arc<Leader>) {
+    let fair = Arc::new(Fair::new(machine));
+    let sessions = Arc::new(SessionService::new(member.clone(), cap_key));
+    let locks = Arc::new(LockService::new(member.clone()));
+    let trims = Arc::new(Trims::new(member.clone()));
+    let changes = Arc::new(Changes {
+        member: member.clone(),
+        sessions: sessions.clone(),
+        locks: locks.clone(),
+        trims: trims.clone(),
+        fair: fair.clone(),
+        request_dedup: Mutex::default(),
+    });
+    let reads = Reads {
+        member: member.clone(),
+        sessions: sessions.clone(),
+        locks: locks.clone(),
+        fair: fair.clone(),
+    };
+    let leader = Arc::new(Leader {
+        member: member.clone(),
+        sessions: sessions.clone(),
+        changes: changes.clone(),
+        locks: locks.clone(),
+        trims,
+    });
+    let mds = Arc::new(Mds {
+        sessions,
+        locks,
+        reads,
+        changes,
+        followers: Arc::new(Followers::new(member.clone(), fair)),
+        membership: Arc::new(Membership { member: member.clone() }),
+        relay: Relay::new(fabric),
+        refused: AtomicU64::new(0),
+        member,
+    });
+    (mds, leader)
 }
 
 /// Members that do not lead give up their reserve, too, when they need it.

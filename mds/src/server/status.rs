@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use strake_fabric::traffic;
+use strake_links::traffic;
 use strake_proto::pb;
 
 use super::{followers::Followers, member::Member, membership::slow_targets};
@@ -67,8 +67,8 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
         sessions: sessions.collect(),
         targets: targets.collect(),
         inodes: header.inodes,
-        orphans: ns.orphans(STATUS_LIMIT).len() as u64,
-        gc_queue: ns.gc_waiting(STATUS_LIMIT) as u64,
+        orphans: ns.backlog().orphans(STATUS_LIMIT).len() as u64,
+        gc_queue: ns.backlog().gc_waiting(STATUS_LIMIT) as u64,
         notices,
         roads: traffic::roads(member.links.fabric()),
         map: Some(map.map.clone()),

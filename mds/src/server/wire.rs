@@ -32,7 +32,7 @@ pub(super) fn at_most(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
 pub(super) fn few_numbers(limit: usize, list: u32, body: Bytes) -> Result<Bytes> {
     count(limit, list, body, |wire_type, field| match wire_type {
         // The field includes its length, which is one more number.
-        WireType::LengthDelimited => field.iter().filter(|b| **b < 128).count() - 1,
+        WireType::LengthDelimited => field.iter().filter(|b| **b < 128).count().saturating_sub(1),
         _ => 1,
     })
 }

@@ -4,7 +4,12 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_fabric::{Connection, Endpoint, Fabric, LeaderFinder, Message, traffic};
+use strake_fabric::{Connection, Endpoint, Fabric, Message};
+use strake_links::{
+    ConnectionPool, LeaderFinder, connect, payloads,
+    pool::{Attempt, Limits},
+    traffic,
+};
 use strake_proto::{Code, Error, NodeId, Result, map::MapView, opcode, pb};
 use strake_runtime::Env;
 
@@ -26,19 +31,10 @@ pub(super) enum Lane {
     Vouch,
 }
 
-#[derive(Default)]
-struct Slot {
-    open: Option<Arc<dyn Connection>>,
-    /// When the last attempt to connect failed, and why.
-    failed: Option<(Duration, Error)>,
-}
-
-type Shared = Arc<tokio::sync::Mutex<Slot>>;
-
 pub(super) struct Peers {
     env: Env,
     fabric: Arc<dyn Fabric>,
-    conns: Mutex<BTreeMap<(NodeId, Lane), Shared>>,
+    pool: ConnectionPool<(NodeId, Lane)>,
     /// When a node last failed to answer, if it has not answered since.
     failing: Mutex<BTreeMap<NodeId, Duration>>,
     /// How many calls wait for a connection.
@@ -69,13 +65,14 @@ impl Peers {
         Peers {
             env,
             fabric,
-            conns: Mutex::default(),
+            pool: ConnectionPool::new(Limits::default()),
             failing: Mutex::default(),
             connecting: Mutex::default(),
         }
     }
 
-    /// Calls a node of the map. Connection errors read as `Disconnected`.
+    /// Calls a node of the map. Errors of connecting read as `Disconnected`: clients see them, and
+    /// must not take them for a refusal of their own.
     pub(super) async fn call(
         &self,
         map: &MapView,
@@ -89,7 +86,7 @@ impl Peers {
         // From here on the node may be up again, but slow.
         drop(connecting);
         let result = match connection {
-            Ok(conn) => conn.call(m, timeout).await,
+            Ok(conn) => conn.call(payloads::request(m), timeout).await,
             Err(e) => Err(Error::new(Code::Disconnected, e.message)),
         };
         let mut failing = self.failing.lock();
@@ -114,35 +111,16 @@ impl Peers {
         node: NodeId,
         lane: Lane,
     ) -> Result<Arc<dyn Connection>> {
-        let shared = self.conns.lock().entry((node, lane)).or_default().clone();
-        let asked = self.env.boot();
-        let mut slot = shared.lock().await;
-        if let Some(c) = slot.open.as_ref().filter(|c| !c.is_closed()) {
-            return Ok(c.clone());
-        }
-        if let Some((_, e)) = slot.failed.as_ref().filter(|(at, _)| *at > asked) {
-            return Err(e.clone());
-        }
-        let made = self.connect_to(map, node).await;
-        *slot = match &made {
-            Ok(c) => Slot { open: Some(c.clone()), failed: None },
-            Err(e) => Slot { open: None, failed: Some((self.env.boot(), e.clone())) },
-        };
-        made
-    }
-
-    async fn connect_to(&self, map: &MapView, node: NodeId) -> Result<Arc<dyn Connection>> {
-        let n = map.node(node).ok_or_else(|| {
-            Error::new(Code::Disconnected, format!("node {node} is not in the map"))
-        })?;
-        let mut last = Error::new(Code::Disconnected, format!("node {node} has no endpoint"));
-        for at in self.fabric.ways(&n.endpoints)? {
-            match connect(&*self.fabric, &at).await {
-                Ok(c) => return Ok(c),
-                Err(e) => last = e,
+        let made = || -> Attempt<'_> {
+            match map.node(node) {
+                Some(n) => connect(&*self.fabric, n, CONNECT),
+                None => Box::pin(async move {
+                    let m = format!("node {node} is not in the map");
+                    Err(Error::new(Code::Disconnected, m))
+                }),
             }
-        }
-        Err(last.context(format!("connecting to node {node}")))
+        };
+        self.pool.get(&(node, lane), made).await
     }
 
     /// Traffic over each transport.
@@ -162,7 +140,7 @@ impl Peers {
     }
 }
 
-async fn connect(fabric: &dyn Fabric, to: &Endpoint) -> Result<Arc<dyn Connection>> {
+async fn connect_to(fabric: &dyn Fabric, to: &Endpoint) -> Result<Arc<dyn Connection>> {
     match tokio::time::timeout(CONNECT, fabric.connect(to, None)).await {
         Ok(r) => r,
         Err(_) => Err(Error::new(Code::TimedOut, format!("{to} does not accept connections"))),
@@ -246,7 +224,7 @@ impl MdsLink {
         }
         let none = || Error::new(Code::Inval, "no metadata server is configured");
         let at = self.finder.whom().ok_or_else(none)?;
-        match connect(&*self.fabric, &at).await {
+        match connect_to(&*self.fabric, &at).await {
             Ok(conn) => {
                 self.open = Some((at.clone(), conn.clone()));
                 Ok((at, conn))

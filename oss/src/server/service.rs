@@ -3,7 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use strake_fabric::{Buf, Message, Peer, Relay, Role, Service, Turn, unknown_opcode};
+use strake_fabric::{Buf, Message, Peer, Role, Service, Turn, unknown_opcode};
+use strake_links::{Relay, payloads};
 use strake_proto::{
     Capability, ChunkId, Code, Error, Result, Rights, SessionId, TargetId,
     bound::Fits,
@@ -138,7 +139,10 @@ impl Service for OssService {
                 let others = |to| map.node(to).filter(|_| to != own).map(|n| n.endpoints.clone());
                 return self.relay.handle(peer, m, others).await;
             }
-            opcode::ECHO => return Ok(Message::new(opcode::ECHO, m.body).with_payload(m.payload)),
+            opcode::ECHO => {
+                let answer = Message::new(opcode::ECHO, m.body).with_payload(m.payload);
+                return Ok(payloads::answer(opcode::ECHO, answer));
+            }
             opcode::CLOCK => {
                 let clock = ctx.clock().ok_or_else(|| unknown_opcode(m.opcode))?;
                 return Ok(Message::new(m.opcode, clock.encode()));
@@ -152,11 +156,17 @@ impl Service for OssService {
         if !r.damaged.is_empty() && m.opcode != opcode::SYNC_PUT {
             return Err(inval("only a resynced chunk may have damaged parts"));
         }
-        match m.opcode {
+        let op = m.opcode;
+        let answer = match op {
             opcode::LIST_CHUNKS => self.list_chunks(&r),
             opcode::READ_COPY => self.read_copy(&r).await,
             _ => self.of_replica(peer, r, m).await,
-        }
+        }?;
+        Ok(payloads::answer(op, answer))
+    }
+
+    fn answer_len(&self, m: &Message) -> usize {
+        payloads::answer_len(m.opcode, &m.body)
     }
 
     fn disconnected(&self, peer: &Peer) {

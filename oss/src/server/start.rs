@@ -3,7 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use futures_util::future::BoxFuture;
-use strake_fabric::{Endpoint, Listener, Relay};
+use strake_fabric::{Endpoint, Listener};
+use strake_links::Relay;
 use strake_proto::{Code, Result, TargetId, pb};
 
 use super::{

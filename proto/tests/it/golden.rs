@@ -6,9 +6,9 @@ use strake_proto::{
     cap::{CAP_LEN, derive_key},
     data::{
         BootId, Clock, DataReply, DataRequest, Extent, Extents, FLAG_REPLAY, FLAG_STABLE, Kind,
-        ListEntry, Region, Version, Writer,
+        ListEntry, Version, Writer,
     },
-    frame::{self, Header},
+    frame::{self, Header, Region},
     layout::{Cut, StripeMap, set_members},
 };
 

@@ -8,7 +8,8 @@ use std::{
 
 use clap::Args;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Fabric, Identity, LeaderFinder, Message, Pool, Roads};
+use strake_fabric::{Endpoint, Fabric, Identity, Message, Pool, Roads};
+use strake_links::LeaderFinder;
 use strake_proto::{Code, Error, Result, map::MapView, opcode, pb};
 use strake_runtime::Env;
 use strake_term::Progress;

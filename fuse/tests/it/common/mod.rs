@@ -126,7 +126,7 @@ impl Mds {
             Some(Op::Create(c)) => c.flags,
             Some(Op::Tmpfile(t)) => t.flags,
             Some(Op::Setattr(_)) => {
-                for (ino, trim, layout) in self.ns.trims(100) {
+                for (ino, trim, layout) in self.ns.backlog().trims(100) {
                     let cut =
                         StripeMap::resolve(ino, &layout, &self.ns.map()).unwrap().cut(trim.size);
                     self.data.trim(ino, cut.first_gone, cut.kept);

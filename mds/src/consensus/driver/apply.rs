@@ -1,9 +1,11 @@
 //! Applies committed entries to the state and answers the callers that wait for them. Once the
 //! state is durable the log may be cut.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
 use bytes::Bytes;
 use raft::eraftpb::{ConfState, Entry, EntryType};
-use strake_proto::{Code, Result};
+use strake_proto::{Code, Error, Result};
 use tokio::runtime::RuntimeFlavor;
 
 use super::{
@@ -12,7 +14,7 @@ use super::{
         log::{LogImage, entry_cost},
         types::{Committed, Config},
     },
-    Driver, conf_bytes,
+    Driver, Shared, conf_bytes,
     log_queue::{Event, Job},
     stall::ToApply,
 };
@@ -35,25 +37,26 @@ impl Driver {
             None if self.conf_unknown => Some(conf_bytes(self.core.conf())?),
             None => None,
         };
-        let replies = match self.sm.apply(entries, last, conf) {
-            Ok(r) => r,
-            Err(e) if e.code == Code::NoSpc => {
-                self.stall(e);
-                self.stall.backlog = Some(work);
-                return Ok(());
-            }
-            // The other members apply these entries; this member must not answer in their place.
-            Err(e) if e.code == Code::Corrupt && !is_only_voter(&self.core) => {
-                self.stall.backlog = Some(work);
-                self.damage.note(e.clone());
-                self.mind_damage();
-                if self.stall.backlog.is_some() {
+        let replies =
+            match unless_it_panics(&self.shared, &work, || self.sm.apply(entries, last, conf)) {
+                Ok(r) => r,
+                Err(e) if e.code == Code::NoSpc => {
                     self.stall(e);
+                    self.stall.backlog = Some(work);
+                    return Ok(());
                 }
-                return Ok(());
-            }
-            Err(e) => return Err(e.context("applying metadata changes")),
-        };
+                // The other members apply these entries; this member must not answer in their place.
+                Err(e) if e.code == Code::Corrupt && !is_only_voter(&self.core) => {
+                    self.stall.backlog = Some(work);
+                    self.damage.note(e.clone());
+                    self.mind_damage();
+                    if self.stall.backlog.is_some() {
+                        self.stall(e);
+                    }
+                    return Ok(());
+                }
+                Err(e) => return Err(e.context("applying metadata changes")),
+            };
         self.conf_unknown = false;
         self.waiters.answer(&work.entries, replies, !self.core.conf().voters_outgoing.is_empty());
         self.core.applied(last.0, last.1);
@@ -131,6 +134,22 @@ impl Driver {
             Err(e) => Err(e.context("making the metadata state durable")),
         }
     }
+}
+
+/// Makes a panic the reason why this member has stopped: its process ends, instead of hanging
+/// without a driver.
+fn unless_it_panics<T>(shared: &Shared, work: &ToApply, apply: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(apply)).unwrap_or_else(|panic| {
+        let [first, last] =
+            [work.entries.first(), work.entries.last()].map(|e| e.map_or(0, |e| e.index));
+        let m = format!(
+            "applying log entries {first} to {last} panicked; see docs/operations.md, \
+             'A group that stops on an entry'"
+        );
+        tracing::error!("this metadata server cannot go on: {m}");
+        shared.stopped.send_replace(Some(Error::new(Code::Io, m)));
+        resume_unwind(panic)
+    })
 }
 
 /// The index to cut up to if everything up to `durable` may go. Keeps half the limit, and the

@@ -90,7 +90,7 @@ impl Copies {
         match sm.restore_pairs(pairs) {
             Ok(()) => {
                 if let Some(i) = &mut self.incoming {
-                    (i.next, i.complete) = (chunk.number + 1, chunk.last);
+                    (i.next, i.complete) = (chunk.number.saturating_add(1), chunk.last);
                 }
                 let _ = reply.send(Ok(()));
                 Ok(())

@@ -142,3 +142,16 @@ async fn a_lone_member_keeps_what_it_has() {
     assert!(e.code == Code::Corrupt && e.message.contains("a flipped bit"), "{e}");
     assert_eq!(c.kv(1).pairs(), before);
 }
+
+/// A bug in applying an entry: the member says which entry it was, and ends instead of hanging.
+#[tokio::test(start_paused = true)]
+async fn an_entry_that_panics_is_named_as_the_cause() {
+    let c = Cluster::new(1, 370, |_| {}).await;
+    c.put("a", "1").await;
+    // The state machine of these tests takes text only.
+    let e = c.node(1).propose(Bytes::from_static(&[0xff])).await.unwrap_err();
+    assert_eq!(e.code, Code::Disconnected);
+    let e = c.node(1).stopped().await;
+    assert!(e.message.contains("panicked") && e.message.contains("log entries"), "{e}");
+    assert_eq!(c.kv(1).read("a").unwrap().unwrap(), "1");
+}

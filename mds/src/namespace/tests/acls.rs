@@ -185,11 +185,11 @@ fn a_file_without_a_name_gets_one_or_goes() {
     let before = fs.attr(d);
     let r = fs.one(tmpfile(d, true));
     let (f, a) = (r.ino, r.attr.unwrap());
-    assert_eq!((a.nlink, a.mode, r.created, r.writer > 0), (0, perm::S_IFREG | 0o640, true, true));
+    assert_eq!((a.nlink, a.mode, r.created, r.writer > 0), (0, inode::S_IFREG | 0o640, true, true));
     assert_eq!(fs.attr(d), before, "its directory does not change");
-    assert_eq!(fs.ns.orphans(10), vec![f]);
+    assert_eq!(fs.ns.backlog().orphans(10), vec![f]);
     assert_eq!(fs.one(mk_link(f, d, "named")).attr.unwrap().nlink, 1);
-    assert!(fs.ns.orphans(10).is_empty());
+    assert!(fs.ns.backlog().orphans(10).is_empty());
     assert_eq!(fs.lookup(d, "named"), Ok(f));
     fs.log(Command::FreeOrphans(pb::FreeOrphans { inos: vec![f] }));
     fs.one(mk_unlink(d, "named"));
@@ -199,7 +199,7 @@ fn a_file_without_a_name_gets_one_or_goes() {
     fs.fails(mk_link(g, d, "never"), Code::NoEnt);
     fs.log(Command::FreeOrphans(pb::FreeOrphans { inos: vec![f, g] }));
     assert!(fs.record(f).is_none() && fs.record(g).is_none());
-    assert_eq!(fs.ns.gc_queue(10).len(), 2);
+    assert_eq!(fs.ns.backlog().gc_queue(10).len(), 2);
     fs.as_user(5, |fs| fs.fails(tmpfile(d, true), Code::Access));
     let named = fs.create(d, "f");
     fs.fails(tmpfile(named, true), Code::NotDir);

@@ -106,24 +106,24 @@ fn a_shrink_leaves_a_cut_to_do() {
     let mut fs = Fs::new();
     let f = fs.create(ROOT, "f");
     fs.one(mk_size(f, 1000));
-    assert_eq!(fs.ns.trim_of(f), None, "growing cuts nothing");
+    assert_eq!(fs.ns.backlog().trim_of(f), None, "growing cuts nothing");
     assert_eq!(fs.one(mk_size(f, 100)).attr.unwrap().size, 100);
-    let first = fs.ns.trim_of(f).unwrap();
+    let first = fs.ns.backlog().trim_of(f).unwrap();
     assert_eq!(first.size, 100);
     fs.one(mk_size(f, 500));
-    assert_eq!(fs.ns.trim_of(f), Some(first), "growing again changes no cut");
+    assert_eq!(fs.ns.backlog().trim_of(f), Some(first), "growing again changes no cut");
     fs.one(mk_size(f, 300));
-    let second = fs.ns.trim_of(f).unwrap();
+    let second = fs.ns.backlog().trim_of(f).unwrap();
     assert_eq!(second.size, 100, "the lowest size ever shrunk to counts");
     assert!(second.number > first.number);
-    let (ino, trim, layout) = fs.ns.trims(10).remove(0);
+    let (ino, trim, layout) = fs.ns.backlog().trims(10).remove(0);
     assert_eq!((ino, trim), (f, second));
     assert_eq!(Some(layout), fs.record(f).unwrap().layout);
     fs.log(Command::TrimDone(pb::TrimDone { ino: f, number: first.number }));
-    assert_eq!(fs.ns.trim_of(f), Some(second), "an overtaken cut does not count");
+    assert_eq!(fs.ns.backlog().trim_of(f), Some(second), "an overtaken cut does not count");
     fs.log(Command::TrimDone(pb::TrimDone { ino: f, number: second.number }));
-    assert_eq!(fs.ns.trim_of(f), None);
-    assert!(fs.ns.trims(10).is_empty());
+    assert_eq!(fs.ns.backlog().trim_of(f), None);
+    assert!(fs.ns.backlog().trims(10).is_empty());
     fs.as_user(5, |fs| fs.fails(mk_size(f, 0), Code::Access));
     // The owner may, whatever the mode says, as it may hold the file open for writing.
     let g = fs.as_user(5, |fs| fs.create(ROOT, "g"));
@@ -145,18 +145,20 @@ fn an_unlinked_file_waits_for_its_last_close_and_its_chunks_for_deletion() {
     fs.one(mk_size(f, 5));
     let layout = fs.record(f).unwrap().layout;
     fs.one(mk_unlink(ROOT, "f"));
-    assert_eq!(fs.ns.orphans(10), vec![f]);
+    assert_eq!(fs.ns.backlog().orphans(10), vec![f]);
     fs.one(Op::Extend(pb::Extend { ino: f, end: 20, holes: false }));
     assert_eq!(fs.ns.header().inodes, 2);
     // Not an orphan: left alone.
     fs.log(Command::FreeOrphans(pb::FreeOrphans { inos: vec![ROOT, f, 999] }));
     assert_eq!(fs.ns.header().inodes, 1);
     fs.fails(Op::Getattr(pb::GetAttr { ino: f }), Code::NoEnt);
-    let (number, gc) = fs.ns.gc_queue(10).remove(0);
+    let (number, gc) = fs.ns.backlog().gc_queue(10).remove(0);
     assert_eq!(gc, pb::GcRecord { ino: f, layout, size: 20 });
     fs.log(Command::GcDone(pb::GcDone { numbers: vec![number, 12345] }));
     assert!(
-        fs.ns.gc_queue(10).is_empty() && fs.ns.orphans(10).is_empty() && fs.ns.trims(10).is_empty()
+        fs.ns.backlog().gc_queue(10).is_empty()
+            && fs.ns.backlog().orphans(10).is_empty()
+            && fs.ns.backlog().trims(10).is_empty()
     );
 }
 

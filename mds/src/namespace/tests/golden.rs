@@ -101,7 +101,7 @@ fn fill(format: u32) -> Fs {
     if format >= 8 {
         assert_eq!(fs.log(Command::RaiseLevel(pb::RaiseLevel { to: 1 })).status, None);
     }
-    assert!(fs.ns.orphans(9).contains(&held));
+    assert!(fs.ns.backlog().orphans(9).contains(&held));
     fs
 }
 
@@ -212,10 +212,14 @@ fn read_for_ever(format: u32) -> Fs {
     assert_eq!(ns.header().format_version, format);
     assert_eq!(ns.map().map, wanted.ns.map().map);
     assert_eq!(ns.sessions(), wanted.ns.sessions());
-    assert_eq!(ns.evicted_after(0).len(), 1);
+    assert_eq!(ns.backlog().evicted_after(0).len(), 1);
     assert_eq!(
-        (ns.gc_queue(9), ns.orphans(9), ns.trims(9)),
-        (wanted.ns.gc_queue(9), wanted.ns.orphans(9), wanted.ns.trims(9))
+        (ns.backlog().gc_queue(9), ns.backlog().orphans(9), ns.backlog().trims(9)),
+        (
+            wanted.ns.backlog().gc_queue(9),
+            wanted.ns.backlog().orphans(9),
+            wanted.ns.backlog().trims(9)
+        )
     );
     // And the file system can be used further.
     let (index, now, seq, session) = (wanted.index, wanted.now, wanted.seq, wanted.session);

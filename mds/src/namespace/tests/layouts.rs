@@ -312,7 +312,7 @@ fn a_files_layout_can_change_only_before_it_has_data() {
     assert_eq!((layout.generation, layout.drafts, layout.components[0].chains.len()), (1, 1, 3));
     assert_ne!(layout.components[0].data_id, old.attr.unwrap().data_id);
     assert_eq!(new.attr.unwrap().data_id, layout.components[0].data_id);
-    assert_eq!(fs.ns.gc_queue(9)[0].1.layout, old.layout, "the old name's chunks go");
+    assert_eq!(fs.ns.backlog().gc_queue(9)[0].1.layout, old.layout, "the old name's chunks go");
     fs.as_user(5, |fs| fs.fails(set(2), Code::Access));
     fs.one(mk_size(f, 10));
     fs.one(mk_size(f, 0));

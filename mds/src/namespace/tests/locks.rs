@@ -169,7 +169,7 @@ fn the_end_of_a_session_drops_its_locks_in_the_same_entry() {
             fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![other], evict })).status,
             None
         );
-        let number = fs.ns.evicted_after(0).last().map_or(0, |e| e.number);
+        let number = fs.ns.backlog().evicted_after(0).last().map_or(0, |e| e.number);
         assert_eq!(number != 0, evict);
         assert_eq!(
             (fs.ns.locks_of(f).unwrap().fence, fs.ns.locks_of(g).unwrap().fence),

@@ -6,6 +6,7 @@ mod attrs;
 mod away;
 mod effects;
 mod endings;
+mod extremes;
 mod golden;
 mod layouts;
 mod levels;
@@ -28,7 +29,7 @@ use sha2::{Digest, Sha256};
 use strake_proto::{Code, FEATURE_LEVEL, Ino, pb};
 use strake_store::{MemStore, Reader};
 
-use super::{FORMAT_VERSION, Namespace, PLACEMENT, RULES, effects::Effect, keys, perm};
+use super::{FORMAT_VERSION, Namespace, PLACEMENT, RULES, effects::Effect, inode, keys};
 use pb::{log_command::Command, op::Op};
 
 pub(super) const ROOT: Ino = 1;
@@ -242,7 +243,7 @@ impl Fs {
         self.one(Op::Getattr(pb::GetAttr { ino })).attr.unwrap()
     }
     pub(super) fn record(&self, ino: Ino) -> Option<pb::InodeRecord> {
-        self.ns.inode(ino)
+        self.ns.state.inode(ino)
     }
     pub(super) fn lookup(&mut self, parent: Ino, name: &str) -> Result<Ino, Code> {
         self.try_one(Op::Lookup(pb::Lookup { parent, name: bytes(name) })).map(|r| r.ino)
@@ -349,7 +350,7 @@ pub(super) fn fsck(fs: &Fs) {
                 let d = pb::DentryRecord::decode(v).unwrap();
                 if d.ino != 0 {
                     *in_dir.entry(at).or_default() += 1;
-                    if d.r#type == perm::S_IFDIR >> 12 {
+                    if d.r#type == inode::S_IFDIR >> 12 {
                         *subdirs.entry(at).or_default() += 1;
                     }
                     kinds.push((d.ino, d.r#type));
@@ -396,7 +397,7 @@ pub(super) fn fsck(fs: &Fs) {
                 }
             }
             b'j' => {
-                super::ranges::is_index(&k, &v).unwrap();
+                super::check_lock_index(&k, &v).unwrap();
                 let (kind, write, end, session, owner) = keys::parse_lock_index(&k).unwrap();
                 let value = (
                     u64::from_be_bytes(v[..8].try_into().unwrap()),
@@ -461,7 +462,7 @@ pub(super) fn fsck(fs: &Fs) {
         } else {
             assert!(known.iter().all(|l| real.contains(l)) && nlink > 0, "links of {ino}");
         }
-        if a.mode & perm::S_IFMT == perm::S_IFDIR {
+        if a.mode & inode::S_IFMT == inode::S_IFDIR {
             assert_eq!(a.nlink, 2 + subdirs.get(ino).unwrap_or(&0), "nlink of directory {ino}");
             assert_eq!(r.entries, in_dir.remove(ino).unwrap_or(0), "entries of {ino}");
             assert_eq!(nlink, u32::from(*ino != ROOT), "names of directory {ino}");
@@ -481,7 +482,7 @@ pub(super) fn fsck(fs: &Fs) {
             r.seal.is_none() || r.writers == 0 && r.trim.is_none() && a.nlink > 0,
             "{ino} is sealed"
         );
-        assert_eq!(r.layout.is_some(), a.mode & perm::S_IFMT == perm::S_IFREG);
+        assert_eq!(r.layout.is_some(), a.mode & inode::S_IFMT == inode::S_IFREG);
     }
     assert!(
         names.is_empty() && in_dir.is_empty() && xattrs.is_empty(),
@@ -489,7 +490,7 @@ pub(super) fn fsck(fs: &Fs) {
     );
     assert!(pages.is_empty(), "pages of no file: {pages:?}");
     assert!(orphans.is_empty() && trims.is_empty(), "{orphans:?} {trims:?}");
-    let memory = fs.ns.memory.read();
+    let memory = fs.ns.state.memory.read();
     let kept = memory.sessions.iter().flat_map(|(id, s)| s.seqs.iter().map(move |n| (*id, *n)));
     assert_eq!(kept.collect::<BTreeSet<_>>(), replies);
     assert_eq!(memory.uuids.len(), memory.sessions.len());

@@ -122,18 +122,18 @@ fn mknod_makes_what_it_may() {
         Op::Mknod(pb::Mknod { parent: ROOT, name: bytes(name), mode, rdev, umask: 0 })
     };
     assert!(fs.one(node("reg", 0o644, 9)).layout.is_some());
-    let a = fs.one(node("blk", perm::S_IFBLK | 0o600, 0x801)).attr.unwrap();
-    assert_eq!((a.mode, a.rdev), (perm::S_IFBLK | 0o600, 0x801));
-    fs.fails(node("x", perm::S_IFDIR, 0), Code::Perm);
-    fs.fails(node("x", perm::S_IFLNK, 0), Code::Inval);
+    let a = fs.one(node("blk", inode::S_IFBLK | 0o600, 0x801)).attr.unwrap();
+    assert_eq!((a.mode, a.rdev), (inode::S_IFBLK | 0o600, 0x801));
+    fs.fails(node("x", inode::S_IFDIR, 0), Code::Perm);
+    fs.fails(node("x", inode::S_IFLNK, 0), Code::Inval);
     fs.as_user(3, |fs| {
-        fs.fails(node("x", perm::S_IFCHR, 0x103), Code::Perm);
-        fs.one(node("fifo", perm::S_IFIFO | 0o644, 0));
-        fs.one(node("sock", perm::S_IFSOCK | 0o644, 0));
+        fs.fails(node("x", inode::S_IFCHR, 0x103), Code::Perm);
+        fs.one(node("fifo", inode::S_IFIFO | 0o644, 0));
+        fs.one(node("sock", inode::S_IFSOCK | 0o644, 0));
     });
     // Only files leave something to clean up.
     fs.one(mk_unlink(ROOT, "fifo"));
-    assert!(fs.ns.orphans(9).is_empty() && fs.ns.gc_queue(9).is_empty());
+    assert!(fs.ns.backlog().orphans(9).is_empty() && fs.ns.backlog().gc_queue(9).is_empty());
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn rename_moves_replaces_and_exchanges() {
     assert_eq!((fs.lookup(a, "f"), fs.lookup(b, "g")), (Ok(g), Ok(f)));
     fs.one(mk_rename(a, "f", b, "g", 0));
     assert_eq!((fs.lookup(a, "f"), fs.lookup(b, "g")), (Err(Code::NoEnt), Ok(g)));
-    assert_eq!(fs.ns.orphans(9), vec![f]);
+    assert_eq!(fs.ns.backlog().orphans(9), vec![f]);
     // A directory in place of an empty one, and into another parent.
     fs.one(mk_rename(ROOT, "b", ROOT, "a", 0));
     let e = fs.mkdir(ROOT, "e");
@@ -217,11 +217,11 @@ fn a_whiteout_takes_the_place_of_what_moved() {
     };
     fs.fails(mk_rename(a, "f", b, "g", 5), Code::Exist);
     fs.one(mk_rename(a, "f", b, "g", 4));
-    assert_eq!((fs.lookup(b, "g"), fs.ns.orphans(9)), (Ok(f), vec![g]));
-    assert_eq!(whiteout(&mut fs, "f"), (perm::S_IFCHR, 0, 1, 0, "/a/f".into()));
+    assert_eq!((fs.lookup(b, "g"), fs.ns.backlog().orphans(9)), (Ok(f), vec![g]));
+    assert_eq!(whiteout(&mut fs, "f"), (inode::S_IFCHR, 0, 1, 0, "/a/f".into()));
     fs.one(mk_rename(a, "d", b, "d", 5));
     assert_eq!((fs.lookup(b, "d"), fs.lookup(d, "..")), (Ok(d), Ok(b)));
-    assert_eq!(whiteout(&mut fs, "d"), (perm::S_IFCHR, 0, 1, 0, "/a/d".into()));
+    assert_eq!(whiteout(&mut fs, "d"), (inode::S_IFCHR, 0, 1, 0, "/a/d".into()));
     assert_eq!((fs.attr(a).nlink, fs.attr(b).nlink, fs.names(a, 9).len()), (2, 3, 2));
     // In its place again, over the whiteout; and within one directory.
     fs.one(mk_rename(b, "g", a, "f", 0));

@@ -52,7 +52,7 @@ impl Seen {
         let inodes =
             fs.store.prefix(&[keys::INODE]).map(|p| pb::InodeRecord::decode(p.unwrap().1).unwrap());
         let attrs = inodes.map(|r| r.attr.unwrap());
-        let dirs = attrs.filter(perm::is_dir).map(|a| a.ino).collect();
+        let dirs = attrs.filter(inode::is_dir).map(|a| a.ino).collect();
         Seen { next: fs.ns.header().next_ino, index: fs.index, dirs, newer }
     }
 }
@@ -235,13 +235,14 @@ fn command(d: &mut Dice, fs: &Fs, seqs: &mut [u64; 3], newer: bool) -> Command {
             })
         }
         2 => Command::GcDone(pb::GcDone {
-            numbers: fs.ns.gc_queue(2).into_iter().map(|g| g.0).collect(),
+            numbers: fs.ns.backlog().gc_queue(2).into_iter().map(|g| g.0).collect(),
         }),
         3 => {
-            let (ino, number) = fs.ns.trims(1).first().map_or((9, 9), |t| (t.0, t.1.number));
+            let (ino, number) =
+                fs.ns.backlog().trims(1).first().map_or((9, 9), |t| (t.0, t.1.number));
             Command::TrimDone(pb::TrimDone { ino, number: number - d.below(2) })
         }
-        4 => Command::FreeOrphans(pb::FreeOrphans { inos: fs.ns.orphans(2) }),
+        4 => Command::FreeOrphans(pb::FreeOrphans { inos: fs.ns.backlog().orphans(2) }),
         5 => {
             let action = 1 + d.below(3) as u32;
             Command::PoolChange(pb::PoolChange {

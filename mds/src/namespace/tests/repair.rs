@@ -73,7 +73,7 @@ fn chunks_that_some_file_has_are_never_deleted() {
     assert_eq!(repair(&mut fs, chunks(f, h.next_data_id, &own)), Some(Code::Inval));
     assert_eq!(repair(&mut fs, chunks(9, data, &[])), Some(Code::Inval));
     assert_eq!(repair(&mut fs, chunks(9, data, &[77_777])), Some(Code::Inval));
-    assert_eq!(fs.ns.gc_queue(9), []);
+    assert_eq!(fs.ns.backlog().gc_queue(9), []);
     refuses_nothing_known(&mut fs);
 }
 
@@ -90,10 +90,10 @@ fn chunks_that_no_file_has_are_queued_for_deletion() {
     // Of an inode that is gone.
     fs.one(mk_unlink(ROOT, "f"));
     assert_eq!(fs.log(Command::FreeOrphans(pb::FreeOrphans { inos: vec![f] })).status, None);
-    let before: Vec<u64> = fs.ns.gc_queue(9).into_iter().map(|g| g.0).collect();
+    let before: Vec<u64> = fs.ns.backlog().gc_queue(9).into_iter().map(|g| g.0).collect();
     assert_eq!(before.len(), 3);
     assert_eq!(repair(&mut fs, chunks(f, data, &[own[0], other])), None);
-    let (_, last) = fs.ns.gc_queue(9).pop().unwrap();
+    let (_, last) = fs.ns.backlog().gc_queue(9).pop().unwrap();
     let layout = last.layout.unwrap();
     let map = strake_proto::layout::StripeMap::resolve(last.ino, &layout, &fs.ns.map()).unwrap();
     assert_eq!((map.ino, map.data, map.chains, last.size), (f, data, vec![own[0], other], 0));
@@ -113,9 +113,9 @@ fn a_file_is_cut_at_its_end_unless_that_may_move() {
     assert!(begun.seal.is_some());
     assert_eq!(end(&mut fs, f, 5000), Some(Code::Busy), "it is being sealed");
     fs.one(seals::undo(f));
-    assert_eq!(fs.ns.trims(9), []);
+    assert_eq!(fs.ns.backlog().trims(9), []);
     assert_eq!(end(&mut fs, f, 5000), None);
-    let trims = fs.ns.trims(9);
+    let trims = fs.ns.backlog().trims(9);
     assert_eq!(trims.iter().map(|t| (t.0, t.1.size)).collect::<Vec<_>>(), [(f, 5000)]);
     assert_eq!(fs.attr(f).size, 5000);
     let done = pb::TrimDone { ino: f, number: trims[0].1.number };

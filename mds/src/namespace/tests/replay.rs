@@ -88,9 +88,9 @@ fn who_may_not_run_anything() {
     assert_eq!(refused(&fs.log(request(&fs, s, 1, 0, "a"))), Some(Code::NoSession));
     let r = fs.ns.read(s, &creds(0), &[op(Op::Getattr(pb::GetAttr { ino: ROOT }))]);
     assert_eq!(code_of(r.results[0].status.as_ref()), Some(Code::NoSession));
-    let evicted = fs.ns.evicted_after(0);
+    let evicted = fs.ns.backlog().evicted_after(0);
     assert_eq!(evicted.iter().map(|e| (e.session, e.min_epoch)).collect::<Vec<_>>(), [(s, 2)]);
-    assert!(fs.ns.evicted_after(evicted[0].number).is_empty());
+    assert!(fs.ns.backlog().evicted_after(evicted[0].number).is_empty());
     assert!(fs.ns.session(s).is_none());
     let again = fs.open_session(1);
     assert!(again > s, "session ids are never reused");
@@ -106,7 +106,7 @@ fn a_client_that_opens_again_resumes_its_session() {
     assert_eq!(fs.ns.session(s).unwrap().answered_below, 5);
     assert_eq!(fs.ns.sessions().len(), 2);
     fs.log(Command::SessionEnd(pb::SessionEnd { sessions: vec![s], evict: false }));
-    assert!(fs.ns.evicted_after(0).is_empty());
+    assert!(fs.ns.backlog().evicted_after(0).is_empty());
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn kept_replies_and_evictions_are_bounded() {
             .collect();
         fs.log(Command::SessionEnd(pb::SessionEnd { sessions: ids, evict: true }));
     }
-    let kept = fs.ns.evicted_after(0);
+    let kept = fs.ns.backlog().evicted_after(0);
     assert_eq!(kept.len(), MAX_EVICTED);
     assert_eq!(kept.last().unwrap().number + 1, fs.ns.header().next_number, "the newest are kept");
 }

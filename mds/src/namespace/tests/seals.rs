@@ -293,7 +293,7 @@ fn what_cannot_be_sealed() {
         None
     );
     fs.fails(begin(f), Code::Busy);
-    let number = fs.ns.trim_of(f).unwrap().number;
+    let number = fs.ns.backlog().trim_of(f).unwrap().number;
     assert_eq!(fs.log(Command::TrimDone(pb::TrimDone { ino: f, number })).status, None);
     fs.one(begin(f));
     // Without a name.
@@ -319,7 +319,7 @@ fn an_undone_seal_leaves_nothing_and_takes_no_late_step() {
     let r = fs.one(undo(f));
     assert_eq!((r.seal, pages(&fs), fs.effects[0].changed.contains(&f)), (None, 0, true));
     fs.one(mk_size(f, 2 * EXTENT));
-    let number = fs.ns.trim_of(f).unwrap().number;
+    let number = fs.ns.backlog().trim_of(f).unwrap().number;
     fs.log(Command::TrimDone(pb::TrimDone { ino: f, number }));
     // A run that read the earlier contents must not attach its manifest to the new ones.
     let new = fs.one(begin(f)).seal.unwrap().id;

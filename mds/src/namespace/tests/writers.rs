@@ -2,7 +2,7 @@
 //! there.
 
 use super::*;
-use crate::namespace::ops::Inode;
+use crate::namespace::inode::Inode;
 
 fn open(ino: Ino) -> Op {
     Op::Open(pb::Open { ino, flags: 1 })
@@ -83,9 +83,9 @@ fn a_writer_that_goes_silently_has_its_surplus_cut_behind_the_eviction() {
         ino
     });
     fs.log(end(dead, true));
-    let eviction = fs.ns.evicted_after(0)[0].number;
+    let eviction = fs.ns.backlog().evicted_after(0)[0].number;
     assert_eq!(cut_of(&fs, ino), Some((4096, eviction)));
-    let (_, trim, _) = fs.ns.trims(1).remove(0);
+    let (_, trim, _) = fs.ns.backlog().trims(1).remove(0);
     assert!(trim.number > eviction);
     // A later shrink keeps the fence.
     fs.one(mk_size(ino, 10));
@@ -114,7 +114,7 @@ fn living_writers_keep_their_unreported_bytes() {
     assert_eq!(fs.record(ino).unwrap().writers, 2);
     fs.log(end(dead, true));
     assert_eq!((fs.record(ino).unwrap().writers, cut_of(&fs, ino)), (1, None));
-    let eviction = fs.ns.evicted_after(0)[0].number;
+    let eviction = fs.ns.backlog().evicted_after(0)[0].number;
     fs.of_session(alive, |fs| {
         fs.one(extend(ino, 1 << 20));
         fs.one(release(ino, writer, false));
@@ -139,7 +139,7 @@ fn left_beside(fs: &mut Fs, mode: u32) -> (Ino, u64, u64, u64) {
     });
     let writer = fs.of_session(alive, |fs| fs.one(open(ino)).writer);
     fs.log(end(dead, true));
-    (ino, fs.ns.evicted_after(0).last().unwrap().number, alive, writer)
+    (ino, fs.ns.backlog().evicted_after(0).last().unwrap().number, alive, writer)
 }
 
 impl Fs {
@@ -159,7 +159,7 @@ fn an_end_that_is_found_is_the_end_and_what_is_there_stays() {
     let endless =
         |fs: &Fs| fs.ns.read_at(0, &creds(0), std::slice::from_ref(&getattr)).unwrap().endless;
     assert_eq!(
-        (before.fence, before.surplus, fs.ns.endless(ino).unwrap().is_some()),
+        (before.fence, before.surplus, fs.ns.backlog().endless(ino).unwrap().is_some()),
         (fence, true, true)
     );
     assert_eq!(
@@ -176,7 +176,7 @@ fn an_end_that_is_found_is_the_end_and_what_is_there_stays() {
     let (r, a) = (fs.record(ino).unwrap(), fs.attr(ino));
     assert_eq!((a.size, a.sparse, a.mode & 0o7777, r.written), (5_000, true, 0o755, true));
     assert!(a.mtime_ns > before.attr().mtime_ns && a.change == before.attr().change + 1);
-    assert_eq!((r.fence, fs.ns.endless(ino).unwrap().is_some()), (0, false));
+    assert_eq!((r.fence, fs.ns.backlog().endless(ino).unwrap().is_some()), (0, false));
     assert_eq!(
         (endless(&fs), fs.ns.survey(|s| (s.ends, s.fences)).unwrap()),
         ([].into(), (vec![], vec![]))
@@ -269,7 +269,7 @@ fn an_end_that_was_seen_before_a_change_or_an_eviction_is_refused() {
     let third = fs.open_session(7);
     fs.of_session(third, |fs| fs.one(open(ino)));
     fs.log(end(third, true));
-    let last = fs.ns.evicted_after(fence)[0].number;
+    let last = fs.ns.backlog().evicted_after(fence)[0].number;
     assert_eq!(
         (fs.attr(ino).change, fs.effects.iter().flat_map(|e| e.ends.clone()).next()),
         (seen, Some((ino, last)))
@@ -305,7 +305,10 @@ fn nothing_is_to_be_found_where_everybody_has_left() {
     let (ino, fence, alive, writer) = left_beside(&mut fs, 0o644);
     let change = fs.attr(ino).change;
     fs.of_session(alive, |fs| fs.one(release(ino, writer, false)));
-    assert_eq!((cut_of(&fs, ino), fs.ns.endless(ino).unwrap()), (Some((100, fence)), None));
+    assert_eq!(
+        (cut_of(&fs, ino), fs.ns.backlog().endless(ino).unwrap()),
+        (Some((100, fence)), None)
+    );
     assert_eq!(fs.found(ino, fence, change, 5_000), Some(Code::Stale));
     assert_eq!(fs.attr(ino).size, 100);
     assert_eq!(fs.ns.survey(|s| (s.ends, s.fences)).unwrap(), (vec![], vec![(ino, fence)]));
@@ -321,7 +324,7 @@ fn a_copy_of_the_state_has_the_ends_that_are_to_be_found() {
     assert_eq!(fs.ns.survey(|s| s.ends).unwrap(), [(ino, fence)]);
     assert_eq!(fs.found(ino, fence, change, 300), None);
     fs.ns.reload().unwrap();
-    assert_eq!((fs.attr(ino).size, fs.ns.endless(ino).unwrap()), (300, None));
+    assert_eq!((fs.attr(ino).size, fs.ns.backlog().endless(ino).unwrap()), (300, None));
 }
 
 #[test]
@@ -342,9 +345,9 @@ fn a_new_client_reports_its_dead_predecessors() {
     let uuids = [5u8, 77, 8].map(|n| Bytes::from(vec![n; 16])).to_vec();
     let reply = fs.log(open(uuids.clone()));
     assert_eq!(reply.status, None);
-    assert!(fs.ns.session(dead).is_none() && fs.ns.evicted_after(0).len() == 1);
+    assert!(fs.ns.session(dead).is_none() && fs.ns.backlog().evicted_after(0).len() == 1);
     assert!(cut_of(&fs, ino).is_some_and(|(size, fence)| size == 0 && fence > 0));
     // The same request again resumes the session.
     assert_eq!(fs.log(open(uuids)), reply);
-    assert_eq!(fs.ns.evicted_after(0).len(), 1);
+    assert_eq!(fs.ns.backlog().evicted_after(0).len(), 1);
 }

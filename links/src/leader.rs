@@ -1,7 +1,7 @@
 //! Which metadata server to ask next: a pure list with a cursor and a hint. For clients, storage
 //! servers and tools alike.
 
-use crate::Endpoint;
+use strake_fabric::Endpoint;
 
 /// After this many rounds without success over the servers of the cluster map, one server that only
 /// the configuration names is tried.
@@ -23,6 +23,7 @@ pub struct LeaderFinder {
 }
 
 impl LeaderFinder {
+    /// `configured`: the servers to ask before a map names them.
     pub fn new(configured: Vec<Endpoint>) -> LeaderFinder {
         LeaderFinder { configured, mapped: Vec::new(), cursor: 0, turns: 0, hint: None }
     }

@@ -15,11 +15,11 @@ use prost::Message;
 use strake_proto::{Code, Error, Ino, Result, pb};
 use strake_store::prefix_end;
 
-use super::{
+use super::{Owner, Want, spans::Span};
+use crate::namespace::{
+    fail::{Fail, Res, decode},
     keys,
-    locks::{self, Owner, Want},
-    spans::Span,
-    txn::{Fail, Res, Txn, decode},
+    txn::Txn,
 };
 use pb::LockKind;
 
@@ -119,7 +119,7 @@ pub(super) fn barring(
 }
 
 /// The ranges of an owner that overlap or touch a range, in order.
-pub(super) fn near(t: &Txn<'_>, ino: Ino, who: &Owner, start: u64, end: u64) -> Res<Vec<Span>> {
+pub(crate) fn near(t: &Txn<'_>, ino: Ino, who: &Owner, start: u64, end: u64) -> Res<Vec<Span>> {
     let mut out = Vec::new();
     each_of(t, ino, who, start.saturating_sub(1), |s| {
         let meets = s.start <= end.saturating_add(1);
@@ -130,7 +130,7 @@ pub(super) fn near(t: &Txn<'_>, ino: Ino, who: &Owner, start: u64, end: u64) -> 
 }
 
 /// How many ranges an owner has in a file, counted up to [`COUNTED`].
-pub(super) fn left(t: &Txn<'_>, ino: Ino, who: &Owner) -> Res<u64> {
+pub(crate) fn left(t: &Txn<'_>, ino: Ino, who: &Owner) -> Res<u64> {
     let mut n = 0;
     each_of(t, ino, who, 0, |_| {
         n += 1;
@@ -167,7 +167,7 @@ pub(super) fn replace(t: &mut Txn<'_>, ino: Ino, who: &Owner, had: &[Span], has:
     }
 }
 
-fn insert(t: &mut Txn<'_>, ino: Ino, who: &Owner, s: &Span) {
+pub(super) fn insert(t: &mut Txn<'_>, ino: Ino, who: &Owner, s: &Span) {
     let record = pb::LockRecord { spans: vec![s.to_pb()] };
     t.put(key(ino, who, s), record.encode_to_vec());
     t.put(index_key(ino, who, s), index_value(s));
@@ -176,22 +176,6 @@ fn insert(t: &mut Txn<'_>, ino: Ino, who: &Owner, s: &Span) {
 pub(super) fn remove(t: &mut Txn<'_>, ino: Ino, who: &Owner, s: &Span) {
     t.delete(key(ino, who, s));
     t.delete(index_key(ino, who, s));
-}
-
-/// Converts the locks of a file to this form. That costs the sender no steps: it is done once, for
-/// locks that others left.
-pub(super) fn convert(t: &mut Txn<'_>, ino: Ino, total: &mut pb::LockTotal) -> Res<()> {
-    let steps = t.steps.left();
-    t.steps.allow(u64::MAX);
-    for (who, spans) in locks::of_file(t, ino)?.held {
-        t.delete(keys::lock(ino, who.session, who.owner, who.kind));
-        for s in &spans {
-            insert(t, ino, &who, s);
-            note(total, who.kind, s);
-        }
-    }
-    t.steps.allow(steps);
-    Ok(())
 }
 
 /// Checks that a key and a value are a record of the index.

@@ -18,10 +18,11 @@ use std::{
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
+use strake_fabric::{Connection, Endpoint, Fabric, Message, Peer, Traffic, endpoint::machine};
 use strake_proto::{Code, Error, NodeId, Result, opcode};
 use tokio::{sync::Mutex as AsyncMutex, time::timeout};
 
-use crate::{Connection, Endpoint, Fabric, Message, Peer, Traffic};
+use crate::payloads;
 
 /// Length of the header before the body of a request that is passed on.
 const HEAD: usize = 12;
@@ -93,12 +94,8 @@ pub struct Relay {
     open: Mutex<BTreeMap<u64, Onward>>,
 }
 
-/// The address without the port.
-pub(crate) fn machine(addr: &str) -> &str {
-    addr.rsplit_once([':', '/']).map_or(addr, |(host, _)| host)
-}
-
 impl Relay {
+    /// A relay that connects to servers over this fabric.
     pub fn new(fabric: Arc<dyn Fabric>) -> Relay {
         Relay { fabric, open: Mutex::default() }
     }
@@ -125,7 +122,7 @@ impl Relay {
         let (conn, answer) = match reached {
             Ok(conn) if head.opcode == 0 => return Ok(answer_of(&conn)),
             Ok(conn) => {
-                let inner = Message { opcode: head.opcode, body, ..m };
+                let inner = payloads::request(Message { opcode: head.opcode, body, ..m });
                 let limit = Duration::from_millis(u64::from(head.limit_ms)).min(LONGEST);
                 let answer = conn.call(inner, limit).await;
                 (Some(conn), answer)
@@ -270,7 +267,7 @@ impl Connection for Relayed {
         }
         let limit_ms = u32::try_from(limit.as_millis()).unwrap_or(u32::MAX);
         let body = Head { node: self.node, opcode: m.opcode, limit_ms }.before(&m.body);
-        let asked = Message { opcode: opcode::RELAY, body: body.into(), ..m };
+        let asked = payloads::request(Message { opcode: opcode::RELAY, body: body.into(), ..m });
         self.via.call(asked, limit).await
     }
     fn is_closed(&self) -> bool {
@@ -291,10 +288,10 @@ impl Connection for Relayed {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
+    use strake_fabric::{Identity, Listener, Pool, Role, Service, TcpFabric, conformance::pattern};
     use strake_runtime::{ClientKey, Env};
 
     use super::*;
-    use crate::{Identity, Listener, Pool, Role, Service, TcpFabric};
 
     const LONG: Duration = Duration::from_secs(20);
     const TARGET: NodeId = 7;
@@ -328,8 +325,9 @@ mod tests {
             self.peers.lock().push((peer.role, peer.id));
             match m.opcode {
                 opcode::ECHO => Ok(m),
-                opcode::READ => Ok(Message::new(opcode::READ, "")
-                    .with_payload(vec![crate::conformance::pattern(MUCH, 1)])),
+                opcode::READ => {
+                    Ok(Message::new(opcode::READ, "").with_payload(vec![pattern(MUCH, 1)]))
+                }
                 _ => Err(Error::not_leader(3)),
             }
         }
@@ -408,7 +406,7 @@ mod tests {
         let (a, b) =
             (bed.via(&client(), TARGET).await.unwrap(), bed.via(&client(), TARGET).await.unwrap());
         for conn in [&a, &a, &b] {
-            let payload = crate::conformance::pattern(100_000, 5);
+            let payload = pattern(100_000, 5);
             let m = Message { trace: 9, ..Message::new(opcode::ECHO, "body") }
                 .with_payload(vec![payload.clone()]);
             let got = conn.call(m, LONG).await.unwrap();

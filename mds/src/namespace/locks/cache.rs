@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use strake_proto::{Ino, Result};
 use strake_store::{Batch, MetaStore, Pair, PairIter, Reader};
 
-use super::keys;
+use crate::namespace::keys;
 
 /// Most records of all files together, of about 200 bytes each; a file counts as one more.
 const MOST: usize = 131_072;
@@ -27,7 +27,7 @@ type Records = Arc<BTreeMap<Bytes, Bytes>>;
 
 /// See the module.
 #[derive(Default)]
-pub(super) struct LockCache(Mutex<Files>);
+pub(crate) struct LockCache(Mutex<Files>);
 
 #[derive(Default)]
 struct Files {
@@ -87,7 +87,7 @@ impl Files {
 
 impl LockCache {
     /// To be called after a commit, before anything reads again.
-    pub(super) fn committed<'a>(&self, ops: impl Iterator<Item = &'a (Bytes, Option<Bytes>)>) {
+    pub(crate) fn committed<'a>(&self, ops: impl Iterator<Item = &'a (Bytes, Option<Bytes>)>) {
         let mut files = self.0.lock();
         for (key, value) in ops {
             if let Some(ino) = file(key) {
@@ -97,7 +97,7 @@ impl LockCache {
     }
 
     /// The store was replaced.
-    pub(super) fn clear(&self) {
+    pub(crate) fn clear(&self) {
         *self.0.lock() = Files::default();
     }
 
@@ -112,12 +112,12 @@ impl LockCache {
 }
 
 /// The part of a batch for [`LockCache::committed`].
-pub(super) fn of_locks(batch: &Batch) -> Vec<(Bytes, Option<Bytes>)> {
+pub(crate) fn of_locks(batch: &Batch) -> Vec<(Bytes, Option<Bytes>)> {
     batch.ops.iter().filter(|(key, _)| file(key).is_some()).cloned().collect()
 }
 
 /// The store read through the cache. No commit may happen while this is used.
-pub(super) struct Cached<'a> {
+pub(crate) struct Cached<'a> {
     pub store: &'a dyn MetaStore,
     pub cache: &'a LockCache,
 }
