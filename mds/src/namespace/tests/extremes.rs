@@ -50,7 +50,8 @@ fn is_known_command(c: &Command) {
     match c {
         Format(_) | Meta(_) | SessionOpen(_) | SessionEnd(_) | Register(_) | MapUpdate(_)
         | GcDone(_) | TrimDone(_) | FreeOrphans(_) | MdsNodes(_) | PoolChange(_) | Recover(_)
-        | GiveUp(_) | TargetChange(_) | Repair(_) | EndFound(_) | Settings(_) | ChainsAnew(_) => {}
+        | GiveUp(_) | TargetChange(_) | Repair(_) | EndFound(_) | Settings(_) | ChainsAnew(_)
+        | RaiseLevel(_) => {}
     }
 }
 
@@ -276,6 +277,7 @@ fn commands(fs: &Fs, n: u64) -> Vec<Command> {
         Command::GiveUp(pb::GiveUp { targets: vec![n32] }),
         Command::EndFound(pb::EndFound { ino: n, fence: n, change: n, end: n }),
         Command::Settings(pb::Settings { min_copies: n32 }),
+        Command::RaiseLevel(pb::RaiseLevel { to: n32 }),
         Command::ChainsAnew(pb::ChainsAnew { chains: vec![pb::Chain { epoch: n, ..chain }] }),
         repair(What::Chunks(pb::RepairChunks {
             ino: n,
