@@ -84,8 +84,8 @@ pub struct Config {
     /// Uuids of clients that are certainly gone; their sessions end when this client's session
     /// begins. At most 64.
     pub dead: Vec<[u8; 16]>,
-    /// Memory for state that must outlive this process. The uuid in it overrides `uuid`.
-    pub handover: Option<Arc<Handover>>,
+    /// Records for state that must outlive this process. The uuid in them overrides `uuid`.
+    pub handover: Option<Arc<dyn Handover>>,
     /// The newest feature level that the metadata servers are told this program knows: lower than
     /// [`strake_proto::FEATURE_LEVEL`] only in tests.
     pub feature_level: u32,

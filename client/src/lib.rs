@@ -66,7 +66,11 @@ pub use api::{
 };
 pub use config::{Config, FOREVER, FollowerReads, Stats};
 pub use data::foreign::Arrived;
-pub use handover::{Handover, Numbers, numbered, takeover::Former};
+pub use handover::{
+    Appended, FileRecord, Handover, KeptWrite, LeftWrite, OperationRecord, WriteKind, WriteRecord,
+    operation::{Caller, Operation},
+    takeover::Former,
+};
 pub use leases::lease_cache::{Forget, Forgetting};
 pub use locks::{
     Holder, Lock, LockKind, LockType, Locked, MAX_WAITS, Programs,

@@ -9,10 +9,11 @@ use std::{
 };
 
 use rustix::mount::MountFlags;
-use strake_client::{Client, Handover};
+use strake_client::Client;
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO};
 
 use crate::{
+    handover::HandoverMemory,
     mountpoint, table,
     transport::{dev, dev::interim::Interim, fuser, kernel::MountedSession},
     vfs::Vfs,
@@ -138,7 +139,7 @@ pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
 
 /// Fetches and keeps what the mount must show when servers are away. Call this before [`attach`]:
 /// without it umount(8), which first looks at the mount, would wait for the servers.
-pub async fn learn(cfg: &MountConfig, client: &Client, keep: &Arc<Handover>) -> Result<()> {
+pub async fn learn(cfg: &MountConfig, client: &Client, keep: &Arc<HandoverMemory>) -> Result<()> {
     Vfs::new(client.clone(), Some(keep.clone())).within(cfg.root).learn().await
 }
 
@@ -155,7 +156,7 @@ pub fn attach(cfg: &MountConfig) -> Result<Vec<OwnedFd>> {
 pub async fn serve(
     cfg: &MountConfig,
     client: Client,
-    keep: Arc<Handover>,
+    keep: Arc<HandoverMemory>,
     descriptors: Vec<OwnedFd>,
     interim: Option<Interim>,
 ) -> Result<Mount> {

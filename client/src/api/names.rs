@@ -13,6 +13,7 @@ use tokio::time::Instant;
 use crate::{
     Client,
     core::Core,
+    handover::operation::Caller,
     metadata::ops::{ok, op},
     write::back::Back,
 };
@@ -71,12 +72,17 @@ impl Client {
         one(self.core.metadata.meta(creds, vec![op(o)]).await?)
     }
 
-    async fn write_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
-        let (core, creds) = (self.core.clone(), creds.clone());
-        self.core
-            .shared
-            .detached(async move { one(core.metadata.meta(&creds, vec![op(o)]).await?) })
-            .await
+    fn write_op<'a>(
+        &'a self,
+        Caller { creds, operation }: Caller<'_>,
+        o: pb::op::Op,
+    ) -> BoxFuture<'a, Result<pb::OpResult>> {
+        let (core, creds, operation) = (self.core.clone(), creds.clone(), operation.cloned());
+        let writing = async move {
+            let caller = Caller { creds: &creds, operation: operation.as_ref() };
+            one(core.metadata.meta_for(caller, vec![op(o)]).await?)
+        };
+        Box::pin(self.core.shared.detached(writing))
     }
 
     async fn merged(&self, r: pb::OpResult) -> Result<pb::Attr> {
@@ -121,9 +127,18 @@ impl Client {
 
     /// Changes attributes. With a size it returns when the bytes beyond it are gone from every
     /// replica; earlier writes of this client are finished first.
-    pub async fn setattr(&self, creds: &pb::Creds, set: pb::SetAttr) -> Result<pb::Attr> {
-        let (core, creds) = (self.core.clone(), creds.clone());
-        self.core.shared.detached(async move { core.setattr(&creds, set, false).await }).await
+    pub async fn setattr(
+        &self,
+        caller: impl Into<Caller<'_>>,
+        set: pb::SetAttr,
+    ) -> Result<pb::Attr> {
+        let Caller { creds, operation } = caller.into();
+        let (core, creds, operation) = (self.core.clone(), creds.clone(), operation.cloned());
+        let setting = async move {
+            let caller = Caller { creds: &creds, operation: operation.as_ref() };
+            core.setattr(caller, set, false).await
+        };
+        self.core.shared.detached(setting).await
     }
 
     /// Whether `creds` may do what `mask` (R_OK 4 | W_OK 2 | X_OK 1) asks. `EACCES`.
@@ -134,22 +149,25 @@ impl Client {
     /// Creates a directory.
     pub async fn mkdir(
         &self,
-        creds: &pb::Creds,
+        caller: impl Into<Caller<'_>>,
         parent: Ino,
         name: &[u8],
         mode: impl Into<Mode>,
     ) -> Result<pb::Attr> {
         let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
         attr_of(
-            self.write_op(creds, pb::op::Op::Mkdir(pb::Mkdir { parent, name, mode: bits, umask }))
-                .await?,
+            self.write_op(
+                caller.into(),
+                pb::op::Op::Mkdir(pb::Mkdir { parent, name, mode: bits, umask }),
+            )
+            .await?,
         )
     }
 
     /// Creates a file, fifo, socket or device, by the type in `mode`; `rdev` is Linux-encoded.
     pub async fn mknod(
         &self,
-        creds: &pb::Creds,
+        caller: impl Into<Caller<'_>>,
         parent: Ino,
         name: &[u8],
         mode: impl Into<Mode>,
@@ -157,20 +175,21 @@ impl Client {
     ) -> Result<pb::Attr> {
         let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
         let o = pb::op::Op::Mknod(pb::Mknod { parent, name, mode: bits, rdev, umask });
-        attr_of(self.write_op(creds, o).await?)
+        attr_of(self.write_op(caller.into(), o).await?)
     }
 
     /// Creates a symbolic link to `target`, which need not exist.
     pub async fn symlink(
         &self,
-        creds: &pb::Creds,
+        caller: impl Into<Caller<'_>>,
         parent: Ino,
         name: &[u8],
         target: &[u8],
     ) -> Result<pb::Attr> {
         let (name, target) = (name.to_vec().into(), target.to_vec().into());
         attr_of(
-            self.write_op(creds, pb::op::Op::Symlink(pb::Symlink { parent, name, target })).await?,
+            self.write_op(caller.into(), pb::op::Op::Symlink(pb::Symlink { parent, name, target }))
+                .await?,
         )
     }
 
@@ -192,33 +211,43 @@ impl Client {
     /// directory.
     pub async fn link(
         &self,
-        creds: &pb::Creds,
+        caller: impl Into<Caller<'_>>,
         ino: Ino,
         parent: Ino,
         name: &[u8],
     ) -> Result<pb::Attr> {
         let o = pb::op::Op::Link(pb::Link { ino, parent, name: name.to_vec().into() });
-        self.merged(self.write_op(creds, o).await?).await
+        self.merged(self.write_op(caller.into(), o).await?).await
     }
 
     /// Removes a name that is not a directory's. The data is deleted when neither a name nor an
     /// open file is left.
-    pub async fn unlink(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<()> {
+    pub async fn unlink(
+        &self,
+        caller: impl Into<Caller<'_>>,
+        parent: Ino,
+        name: &[u8],
+    ) -> Result<()> {
         let o = pb::op::Op::Unlink(pb::Unlink { parent, name: name.to_vec().into() });
-        self.write_op(creds, o).await.map(drop)
+        self.write_op(caller.into(), o).await.map(drop)
     }
 
     /// Removes an empty directory, else `ENOTEMPTY`. Returns its inode number.
-    pub async fn rmdir(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<Ino> {
+    pub async fn rmdir(
+        &self,
+        caller: impl Into<Caller<'_>>,
+        parent: Ino,
+        name: &[u8],
+    ) -> Result<Ino> {
         let o = pb::op::Op::Rmdir(pb::Rmdir { parent, name: name.to_vec().into() });
-        self.write_op(creds, o).await.map(|r| r.ino)
+        self.write_op(caller.into(), o).await.map(|r| r.ino)
     }
 
     /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2, RENAME_WHITEOUT 4 (`EINVAL` from older
     /// metadata servers).
     pub async fn rename(
         &self,
-        creds: &pb::Creds,
+        caller: impl Into<Caller<'_>>,
         from: (Ino, &[u8]),
         to: (Ino, &[u8]),
         flags: u32,
@@ -230,7 +259,7 @@ impl Client {
             new_name: to.1.to_vec().into(),
             flags,
         });
-        self.write_op(creds, o).await.map(drop)
+        self.write_op(caller.into(), o).await.map(drop)
     }
 
     /// At most `limit` entries after `cookie` (0 for the start, else the cookie of the last entry
@@ -274,14 +303,14 @@ impl Client {
     /// `flags`: XATTR_CREATE 1, XATTR_REPLACE 2.
     pub async fn setxattr(
         &self,
-        creds: &pb::Creds,
+        caller: impl Into<Caller<'_>>,
         ino: Ino,
         name: &[u8],
         value: &[u8],
         flags: u32,
     ) -> Result<()> {
         let (name, value) = (name.to_vec().into(), value.to_vec().into());
-        self.write_op(creds, pb::op::Op::Setxattr(pb::SetXattr { ino, name, value, flags }))
+        self.write_op(caller.into(), pb::op::Op::Setxattr(pb::SetXattr { ino, name, value, flags }))
             .await
             .map(drop)
     }
@@ -293,9 +322,14 @@ impl Client {
     }
 
     /// Removes an extended attribute; `ENODATA` where there is none.
-    pub async fn removexattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<()> {
+    pub async fn removexattr(
+        &self,
+        caller: impl Into<Caller<'_>>,
+        ino: Ino,
+        name: &[u8],
+    ) -> Result<()> {
         let o = pb::op::Op::Removexattr(pb::RemoveXattr { ino, name: name.to_vec().into() });
-        self.write_op(creds, o).await.map(drop)
+        self.write_op(caller.into(), o).await.map(drop)
     }
 
     /// Space of the file system, or of one pool if named, counted for files with as many copies as
@@ -328,20 +362,20 @@ impl Client {
     /// `EEXIST` when the file has data, `EBUSY` while it is open for writing.
     pub async fn set_layout(
         &self,
-        creds: &pb::Creds,
+        caller: impl Into<Caller<'_>>,
         ino: Ino,
         layout: Option<pb::LayoutSpec>,
     ) -> Result<()> {
-        self.once_closed(creds, pb::op::Op::Setlayout(pb::SetLayout { ino, layout }))
+        self.once_closed(caller.into(), pb::op::Op::Setlayout(pb::SetLayout { ino, layout }))
             .await
             .map(drop)
     }
 
     /// A change that needs a file which is not open for writing, else `EBUSY`.
-    async fn once_closed(&self, creds: &pb::Creds, change: pb::op::Op) -> Result<pb::OpResult> {
+    async fn once_closed(&self, caller: Caller<'_>, change: pb::op::Op) -> Result<pb::OpResult> {
         let end = Instant::now() + CLOSING;
         loop {
-            match self.write_op(creds, change.clone()).await {
+            match self.write_op(caller, change.clone()).await {
                 // The file may have been closed a moment ago: the kernel does not wait for the
                 // release, and releases are sent in batches.
                 Err(e) if e.code == Code::Busy && Instant::now() < end => {
@@ -371,8 +405,12 @@ impl Client {
     /// One step of sealing a file, see `docs/seal.md`. Returns how it is sealed afterwards, `None`
     /// when it is not any more. `EBUSY` while the file is open for writing, `EPERM` for callers
     /// other than the owner and root, `ESTALE` when the named seal was undone.
-    pub async fn seal(&self, creds: &pb::Creds, step: pb::Seal) -> Result<Option<pb::SealInfo>> {
-        Ok(self.once_closed(creds, pb::op::Op::Seal(step)).await?.seal)
+    pub async fn seal(
+        &self,
+        caller: impl Into<Caller<'_>>,
+        step: pb::Seal,
+    ) -> Result<Option<pb::SealInfo>> {
+        Ok(self.once_closed(caller.into(), pb::op::Op::Seal(step)).await?.seal)
     }
 
     /// One path from the root to an inode.
@@ -419,7 +457,7 @@ impl Core {
     /// `by_handle`: the change comes through a handle that is open for writing.
     pub(crate) fn setattr<'a>(
         self: &'a Arc<Self>,
-        creds: &'a pb::Creds,
+        caller: Caller<'a>,
         mut set: pb::SetAttr,
         by_handle: bool,
     ) -> BoxFuture<'a, Result<pb::Attr>> {
@@ -455,9 +493,9 @@ impl Core {
             }
             let ops = vec![op(pb::op::Op::Setattr(set))];
             let r = if by_handle {
-                self.files.meta_as_opener(creds, ops).await?
+                self.files.meta_as_opener(caller, ops).await?
             } else {
-                ok(self.metadata.meta(creds, ops).await?)?
+                ok(self.metadata.meta_for(caller, ops).await?)?
             };
             let r = one(r)?;
             if r.pages {

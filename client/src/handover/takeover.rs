@@ -1,21 +1,21 @@
 //! Takes over from a client that died: see `docs/restart.md`.
 
-use futures_util::future::BoxFuture;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
 };
 
-use futures_util::stream::{self, StreamExt};
-use strake_fabric::{Buf, KeptAt, Pool};
+use futures_util::{
+    future::BoxFuture,
+    stream::{self, StreamExt},
+};
 use strake_proto::{Code, Ino, Result, pb};
-use strake_runtime::Record;
 
 use crate::{
-    Client, File, Numbers,
+    Client, File, Operation,
     core::Core,
     data::buffers::{self, Content},
-    handover::{Handover, KeptInode, KeptWrite, WriteKind},
+    handover::{FileRecord, LeftWrite, WriteKind},
     inode::{AwaitedAppend, Inode, O_ACCMODE, O_WRONLY, Release, Writer},
     metadata::ops::{ok, op},
     write::service::{Hold, room_for},
@@ -41,15 +41,15 @@ pub struct Former {
 
 impl Client {
     /// Continues where the client died whose [`Handover`] this one was given: opens its files
-    /// again, in the order given, and takes over its unfinished writes. `requests`: the requests it
-    /// had in progress, which may be repeated.
+    /// again, in the order given, and takes over its unfinished writes. `operations`: what it had in
+    /// progress, which may come again.
     ///
     /// A file that can no longer be opened is an error at its position. Data that could not be
     /// taken over is reported as `EIO` by the file's next write, fsync and close.
     pub fn take_over<'a>(
         &'a self,
         files: &'a [Former],
-        requests: &'a [Arc<Numbers>],
+        operations: &'a [Operation],
     ) -> BoxFuture<'a, Vec<Result<File>>> {
         Box::pin(async move {
             let core = &self.core;
@@ -69,15 +69,15 @@ impl Client {
             }
             let writes = keep.left_writes();
             let strays = if is_same { core.open_strays(&writes).await } else { Vec::new() };
-            for former in keep.left_inodes() {
-                let former = Arc::new(former);
+            for former in keep.left_files() {
+                let former = Arc::<dyn FileRecord>::from(former);
                 core.inherit(former.clone(), is_same).await;
                 if is_same && former.ends() {
                     core.unlock_end(former.ino(), Some(former));
                 }
             }
-            core.inherit_writes(&keep, writes, is_same).await;
-            requests.iter().for_each(|n| core.expect_append(n));
+            core.inherit_writes(writes, is_same).await;
+            operations.iter().for_each(|o| core.expect_append(o));
             core.writeback.set_inherited();
             // The pending writes of these files keep alive what is needed to flush them.
             drop(core.shared.env.spawn(async move {
@@ -97,10 +97,10 @@ impl Client {
         })
     }
 
-    /// Says that a request of the previous client will not be repeated.
-    pub fn abandon(&self, request: &Numbers) {
+    /// Says that an operation of the previous client will not come again.
+    pub fn abandon(&self, operation: &Operation) {
         if let Some(s) = self.core.metadata.current_session() {
-            s.abandon(request);
+            s.abandon(operation);
         }
     }
 }
@@ -108,22 +108,22 @@ impl Client {
 impl Core {
     /// Prepares for an append that may be repeated: other clients are told no size without it. A
     /// client that holds the append lock asks for the size first.
-    fn expect_append(self: &Arc<Self>, request: &Numbers) {
+    fn expect_append(self: &Arc<Self>, operation: &Operation) {
         let present = self.metadata.current_session().map(|s| s.id);
-        let Some((ino, append)) = request.appended().filter(|(_, a)| Some(a.session) == present)
+        let Some((ino, append)) = operation.appended().filter(|(_, a)| Some(a.session) == present)
         else {
             return;
         };
         if let Some(inode) = self.files.live_inode(ino) {
-            request.await_append(AwaitedAppend::new(inode, append.end));
+            operation.await_append(AwaitedAppend::new(inode, append.end));
         }
         self.unlock_end(ino, None);
     }
 
     /// Opens files that were closed already but whose writes are not known to be stable: the
     /// servers were away when they were closed.
-    async fn open_strays(self: &Arc<Self>, writes: &[(u64, KeptWrite, Record)]) -> Vec<File> {
-        let inos: BTreeSet<Ino> = writes.iter().map(|(_, w, _)| w.chunk.ino).collect();
+    async fn open_strays(self: &Arc<Self>, writes: &[LeftWrite]) -> Vec<File> {
+        let inos: BTreeSet<Ino> = writes.iter().map(|l| l.write.chunk.ino).collect();
         let mut strays = Vec::new();
         for ino in inos.into_iter().filter(|i| self.files.live_inode(*i).is_none()) {
             match self.open_again(Former { ino, flags: O_WRONLY, uid: 0, gid: 0 }).await {
@@ -150,9 +150,9 @@ impl Core {
             .await
     }
 
-    async fn inherit(self: &Arc<Self>, former: Arc<KeptInode>, is_same: bool) {
+    async fn inherit(self: &Arc<Self>, former: Arc<dyn FileRecord>, is_same: bool) {
         if let Some(inode) = self.files.live_inode(former.ino()) {
-            inode.inherit(&former, is_same);
+            inode.inherit(&*former, is_same);
             if former.unreported().is_some() && !is_same {
                 inode.fail_loudly(
                     "the session was lost; bytes written since the last fsync may be lost",
@@ -178,62 +178,41 @@ impl Core {
         self.files.release_later(ino, Some(Release { writer, surplus, kept: vec![former] }));
     }
 
-    async fn inherit_writes(
-        self: &Arc<Self>,
-        keep: &Arc<Handover>,
-        writes: Vec<(u64, KeptWrite, Record)>,
-        is_same: bool,
-    ) {
-        let (mut blocks, mut back) = (BTreeMap::new(), BTreeMap::new());
-        for (order, w, record) in writes {
+    async fn inherit_writes(self: &Arc<Self>, writes: Vec<LeftWrite>, is_same: bool) {
+        let mut back = BTreeMap::new();
+        for left in writes {
             // The file was deleted, or it could not be opened, see `open_strays`.
-            let Some(inode) = self.files.live_inode(w.chunk.ino) else { continue };
+            let Some(inode) = self.files.live_inode(left.write.chunk.ino) else { continue };
             if !is_same {
                 inode.fail_loudly("bytes written before the mount was restarted may be lost");
                 continue;
             }
-            // Without its bytes it can only turn out to be stable, or lost.
-            let data = w.at.and_then(|at| kept_bytes(keep.pool(), at, &mut blocks));
-            match (w.kind, data) {
-                (WriteKind::Unstable | WriteKind::Punch, data) => {
-                    self.inherit_write(order, w, data, inode, record)
-                }
-                (WriteKind::Sent | WriteKind::Held, Some(data)) => {
-                    self.writeback.go_on_after(order);
-                    back.entry(inode.ino)
-                        .or_insert_with(|| (inode, Vec::new()))
-                        .1
-                        .push((w, data, record));
-                }
-                (WriteKind::Sent | WriteKind::Held, None) => {
-                    inode.fail_loudly("bytes written before the mount was restarted are lost");
-                }
+            if left.write.kind.is_answered() {
+                self.inherit_write(left, inode);
+                continue;
             }
+            let LeftWrite { order, write, bytes: Some(bytes), record } = left else {
+                inode.fail_loudly("bytes written before the mount was restarted are lost");
+                continue;
+            };
+            self.writeback.go_on_after(order);
+            let of_file = back.entry(inode.ino).or_insert_with(|| (inode, Vec::new()));
+            of_file.1.push((write, bytes, record));
         }
         for (inode, left) in back.into_values() {
             self.writeback.inherit_back(inode, left).await;
         }
     }
 
-    fn inherit_write(
-        &self,
-        order: u64,
-        w: KeptWrite,
-        data: Option<Buf>,
-        inode: Arc<Inode>,
-        record: Record,
-    ) {
-        let data = if w.kind == WriteKind::Punch {
-            Content::Hole(w.len as u32)
-        } else {
-            Content::Bytes(data.into_iter().collect())
+    /// Without its bytes a write can only turn out to be stable, or lost.
+    fn inherit_write(&self, left: LeftWrite, inode: Arc<Inode>) {
+        let LeftWrite { order, write: w, bytes, record } = left;
+        let data = match w.kind {
+            WriteKind::Punch => Content::Hole(w.len as u32),
+            _ => Content::Bytes(bytes.into_iter().collect()),
         };
-        let room = self
-            .updates
-            .room()
-            .clone()
-            .try_acquire_many_owned(room_for(buffers::total(data.bytes())))
-            .ok();
+        let room = room_for(buffers::total(data.bytes()));
+        let room = self.updates.room().clone().try_acquire_many_owned(room).ok();
         let entry = Entry {
             chunk: w.chunk,
             offset: w.offset,
@@ -249,18 +228,4 @@ impl Core {
         };
         self.updates.inherit(w.chain, order, entry);
     }
-}
-
-/// Bytes in kept memory. Several writes may share one block.
-fn kept_bytes(pool: &Pool, at: KeptAt, blocks: &mut BTreeMap<usize, Buf>) -> Option<Buf> {
-    let block = match blocks.get(&at.block) {
-        Some(b) => b.clone(),
-        None => {
-            let b = pool.take_kept(at.block, at.capacity)?.freeze();
-            blocks.insert(at.block, b.clone());
-            b
-        }
-    };
-    let end = at.start.checked_add(at.len)?;
-    (end <= block.len()).then(|| block.slice(at.start..end))
 }

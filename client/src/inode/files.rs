@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, pb};
 
 use crate::{
+    handover::operation::Caller,
     inode::{Cap, Inode, Release},
     leases::lease_cache::LeaseCache,
     metadata::{
@@ -135,23 +136,24 @@ impl Files {
     /// a file created read-only).
     pub(crate) async fn meta_as_opener(
         self: &Arc<Self>,
-        creds: &pb::Creds,
+        caller: Caller<'_>,
         ops: Vec<pb::Op>,
     ) -> Result<Vec<pb::OpResult>> {
-        self.as_opener_within(None, creds, ops).await
+        self.as_opener_within(None, caller, ops).await
     }
 
     fn as_opener_within<'a>(
         self: &'a Arc<Self>,
         only: Option<SessionId>,
-        creds: &'a pb::Creds,
+        caller: Caller<'a>,
         ops: Vec<pb::Op>,
     ) -> BoxFuture<'a, Result<Vec<pb::OpResult>>> {
         Box::pin(async move {
-            let r = ok(self.metadata.meta_within(only, creds, ops.clone()).await?);
+            let r = ok(self.metadata.meta_within(only, caller, ops.clone()).await?);
             match r {
-                Err(e) if matches!(e.code, Code::Access | Code::Perm) && creds.uid != 0 => {
-                    ok(self.metadata.meta_within(only, &pb::Creds::default(), ops).await?)
+                Err(e) if matches!(e.code, Code::Access | Code::Perm) && caller.creds.uid != 0 => {
+                    let root = Caller { creds: &pb::Creds::default(), ..caller };
+                    ok(self.metadata.meta_within(only, root, ops).await?)
                 }
                 r => r,
             }
@@ -167,8 +169,8 @@ impl Files {
             let session = self.metadata.current_session().map(|s| s.id);
             let Some((writes, extend, creds)) = inode.to_report() else { return Ok(()) };
             let holes = extend.holes;
-            match self.as_opener_within(session, &creds, vec![op(pb::op::Op::Extend(extend))]).await
-            {
+            let extend = vec![op(pb::op::Op::Extend(extend))];
+            match self.as_opener_within(session, (&creds).into(), extend).await {
                 Ok(r) => {
                     inode.reported(writes, holes, r.first().and_then(|r| r.attr.as_ref()));
                     return Ok(());
@@ -254,7 +256,7 @@ impl Files {
             ops.push(op(pb::op::Op::Close(pb::Close { ino: inode.ino })));
         }
         let r = self
-            .meta_as_opener(&old.creds, ops)
+            .meta_as_opener((&old.creds).into(), ops)
             .await
             .map_err(|e| e.context("reopening the file"))?;
         if strangers > 0 {

@@ -22,7 +22,7 @@ use strake_proto::{
 use tokio::sync::{Mutex as AsyncMutex, watch};
 
 use crate::{
-    handover::{Handover, KeptInode},
+    handover::{FileRecord, Handover},
     inode::missing::Missing,
     write::back::Back,
     write::ranges::RangeLock,
@@ -115,7 +115,7 @@ struct State {
     errors: Errors,
     placed: Placed,
     /// The record that outlives this process, while this client may write the file.
-    kept: Option<Arc<KeptInode>>,
+    kept: Option<Arc<dyn FileRecord>>,
 }
 
 pub(crate) struct Inode {
@@ -177,7 +177,7 @@ pub(crate) struct Release {
     pub writer: Writer,
     pub surplus: bool,
     /// Kept until the metadata servers know of the release.
-    pub kept: Vec<Arc<KeptInode>>,
+    pub kept: Vec<Arc<dyn FileRecord>>,
 }
 
 impl State {
@@ -500,7 +500,7 @@ impl Inode {
 
     /// The lock of an append is about to be requested. The caller holds the returned record until
     /// the lock is released.
-    pub fn note_end(&self) -> Option<Arc<KeptInode>> {
+    pub fn note_end(&self) -> Option<Arc<dyn FileRecord>> {
         let kept = self.state.lock().kept.clone();
         kept.inspect(|k| k.set_ends())
     }
@@ -518,7 +518,7 @@ impl Inode {
     /// Takes over what the previous client of the mount knew of the file. `is_same`: this client
     /// has its session. If not, what it wrote beyond the end was removed with the session, and the
     /// end must not be reported: zeros would be read there.
-    pub fn inherit(&self, former: &KeptInode, is_same: bool) {
+    pub fn inherit(&self, former: &dyn FileRecord, is_same: bool) {
         if let Some((end, holes, (uid, gid))) = former.unreported().filter(|_| is_same) {
             let mut s = self.state.lock();
             s.holes |= holes;
@@ -537,10 +537,10 @@ impl Inode {
     // --- handles and capabilities ---
 
     /// `keep` is given for a handle that may write.
-    pub fn opened(&self, session: SessionId, writer: u64, keep: Option<&Handover>) {
+    pub fn opened(&self, session: SessionId, writer: u64, keep: Option<&dyn Handover>) {
         let mut s = self.state.lock();
         if s.kept.is_none() {
-            s.kept = keep.and_then(|k| k.put_inode(self.ino)).map(Arc::new);
+            s.kept = keep.and_then(|k| k.keep_file(self.ino)).map(Arc::from);
         }
         *s.handles.entry(session).or_default() += 1;
         s.enlisted(session, writer);

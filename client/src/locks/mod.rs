@@ -25,7 +25,7 @@ use tokio::sync::{OwnedMutexGuard, oneshot};
 use crate::{
     Client,
     core::Core,
-    handover::KeptInode,
+    handover::FileRecord,
     inode::Inode,
     locks::lock_waiters::Place,
     locks::unlocking::{Unlocking, Unlockings, Unlocks},
@@ -342,7 +342,7 @@ struct EndLock {
     core: Arc<Core>,
     ino: Ino,
     /// Record for the next daemon of the mount, which gives the lock up.
-    kept: Option<Arc<KeptInode>>,
+    kept: Option<Arc<dyn FileRecord>>,
 }
 
 /// A client takes at most one such lock for each file at a time.
@@ -367,7 +367,7 @@ type Tell = oneshot::Sender<Result<Locked>>;
 #[derive(Default)]
 struct Unlock {
     _unlocking: Option<Unlocking>,
-    _inode: Option<Arc<KeptInode>>,
+    _inode: Option<Arc<dyn FileRecord>>,
 }
 
 impl Unlock {
@@ -425,7 +425,7 @@ impl Core {
     }
 
     /// Releases the lock of an append, if there is one. `kept` is held until then.
-    pub(crate) fn unlock_end(self: &Arc<Self>, ino: Ino, kept: Option<Arc<KeptInode>>) {
+    pub(crate) fn unlock_end(self: &Arc<Self>, ino: Ino, kept: Option<Arc<dyn FileRecord>>) {
         if can_spawn() {
             let kept = Unlock { _inode: kept, ..Unlock::default() };
             self.spawn_unlock(ino, &Lock { mode: LockType::LockUnlock, ..END }, None, kept);

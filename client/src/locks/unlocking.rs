@@ -2,11 +2,10 @@
 //! is told that another owner has a lock, the unlocks of the file are waited for. See
 //! `docs/locks.md`.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{any::Any, collections::BTreeMap, sync::Arc};
 
 use parking_lot::Mutex;
 use strake_proto::Ino;
-use strake_runtime::Record;
 use tokio::sync::Notify;
 
 const COUNTS: usize = 64;
@@ -76,7 +75,7 @@ pub(crate) struct Unlockings {
 pub struct Unlocking {
     of: Arc<Unlockings>,
     at: (Ino, u64),
-    kept: Vec<Record>,
+    kept: Vec<Box<dyn Any + Send + Sync>>,
 }
 
 /// The unlocks of a file at one moment: how many began, and whether one is in progress.
@@ -131,8 +130,8 @@ impl Unlockings {
 impl Unlocking {
     /// Adds records that the next process needs until the unlock is done.
     #[must_use]
-    pub fn keeping(mut self, records: Vec<Record>) -> Unlocking {
-        self.kept.extend(records);
+    pub fn keeping(mut self, records: impl Any + Send + Sync) -> Unlocking {
+        self.kept.push(Box::new(records));
         self
     }
 }

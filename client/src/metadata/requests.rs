@@ -12,7 +12,8 @@ use super::{
     service::Metadata,
 };
 use crate::{
-    config::FollowerReads, handover, leases::lease_cache::forgotten, shared::retry::in_doubt,
+    config::FollowerReads, handover::operation::Caller, leases::lease_cache::forgotten,
+    shared::retry::in_doubt,
 };
 
 /// Time limit for one attempt at a resize. A truncate is answered only when the bytes are gone from
@@ -29,15 +30,25 @@ impl Metadata {
         creds: &pb::Creds,
         ops: Vec<pb::Op>,
     ) -> Result<Vec<pb::OpResult>> {
-        self.meta_within(None, creds, ops).await
+        self.meta_for(creds.into(), ops).await
     }
 
-    /// As [`Metadata::meta`], for a list that makes sense in one session only: `NoSession` when
+    /// As [`Metadata::meta`]. The mutation of an operation that comes again after a restart of the
+    /// mount has the number that it had before.
+    pub(crate) async fn meta_for(
+        self: &Arc<Self>,
+        caller: Caller<'_>,
+        ops: Vec<pb::Op>,
+    ) -> Result<Vec<pb::OpResult>> {
+        self.meta_within(None, caller, ops).await
+    }
+
+    /// As [`Metadata::meta_for`], for a list that makes sense in one session only: `NoSession` when
     /// there is another.
     pub(crate) fn meta_within<'a>(
         self: &'a Arc<Self>,
         only: Option<SessionId>,
-        creds: &'a pb::Creds,
+        Caller { creds, operation }: Caller<'a>,
         ops: Vec<pb::Op>,
     ) -> BoxFuture<'a, Result<Vec<pb::OpResult>>> {
         Box::pin(async move {
@@ -52,7 +63,7 @@ impl Metadata {
                 .any(|o| matches!(o.op, Some(pb::op::Op::Open(_) | pb::op::Op::Close(_))));
             let one_try = if is_resize(&ops) { SHRINK_TRY } else { META_TRY };
             let sent = ops.len();
-            let numbers = if mutation && keeps_number(&ops) { handover::numbers() } else { None };
+            let operation = operation.filter(|_| mutation && keeps_number(&ops));
             let mut request =
                 pb::MetaRequest { creds: Some(creds.clone()), ops, ..Default::default() };
             loop {
@@ -60,8 +71,7 @@ impl Metadata {
                 if only.is_some_and(|id| id != s.id) {
                     return Err(Error::new(Code::NoSession, "the session was lost"));
                 }
-                let turn =
-                    if mutation || counts { Some(s.begin(numbers.as_deref())?) } else { None };
+                let turn = if mutation || counts { Some(s.begin(operation)?) } else { None };
                 request.session = s.id;
                 request.seq = turn.as_ref().map_or(0, |t| t.1);
                 request.lowest_unanswered = s.lowest_unanswered();

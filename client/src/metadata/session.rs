@@ -1,12 +1,9 @@
 //! One session with the metadata servers, and the numbers of its requests.
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{
-            AtomicU64,
-            Ordering::{Relaxed, SeqCst},
-        },
+    sync::atomic::{
+        AtomicU64,
+        Ordering::{Relaxed, SeqCst},
     },
     time::Duration,
 };
@@ -16,7 +13,7 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result, SessionId, pb};
 
 use super::request_ids::RequestIds;
-use crate::handover::{Handover, Numbers};
+use crate::handover::{Keep, operation::Operation};
 
 /// One session with the metadata servers.
 pub(crate) struct Session {
@@ -25,29 +22,23 @@ pub(crate) struct Session {
     pub term: Duration,
     pub fs_uuid: Bytes,
     request_ids: Mutex<RequestIds>,
-    /// Numbers of data writes, separate from those of mutations. With handover memory they are
-    /// there instead.
+    /// Numbers of data writes, separate from those of mutations. With a handover they are there
+    /// instead.
     data_seq: AtomicU64,
-    /// See [`strake_proto::data::DataRequest::round`]. With handover memory it is there instead.
+    /// See [`strake_proto::data::DataRequest::round`]. With a handover it is there instead.
     round: AtomicU64,
     /// Whether the metadata servers ask for this session's dirty data before they tell others about
     /// a file.
     pub may_hold_back: bool,
-    keep: Option<Arc<Handover>>,
+    keep: Keep,
 }
 
 impl Session {
     /// The session as the servers opened it. With a handover its numbers continue where those of
     /// the previous client ended.
-    pub fn new(
-        opened: &pb::SessionOpenReply,
-        may_hold_back: bool,
-        keep: Option<Arc<Handover>>,
-    ) -> Session {
+    pub fn new(opened: &pb::SessionOpenReply, may_hold_back: bool, keep: Keep) -> Session {
         let request_ids = match &keep {
-            Some(k) => {
-                RequestIds::resume(k.next_mutation().load(Relaxed), k.in_doubt(opened.session))
-            }
+            Some(k) => RequestIds::resume(k.next_mutation(), k.in_doubt(opened.session)),
             None => RequestIds::default(),
         };
         Session {
@@ -94,10 +85,10 @@ impl Session {
     }
 
     /// A number for a mutation, or for a list that opens or closes files: the one that the previous
-    /// client used for the same request, or a new one. `EIO` when that client's session is lost:
+    /// client used for the same operation, or a new one. `EIO` when that client's session is lost:
     /// the mutation may or may not have run.
-    pub(crate) fn begin(&self, numbers: Option<&Numbers>) -> Result<Turn<'_>> {
-        if let Some((session, n)) = numbers.and_then(Numbers::mutation) {
+    pub(crate) fn begin(&self, operation: Option<&Operation>) -> Result<Turn<'_>> {
+        if let Some((session, n)) = operation.and_then(Operation::mutation) {
             if session != self.id {
                 let m = "the session was lost while the mount was restarted, and with it the answer \
                      to this request";
@@ -108,11 +99,11 @@ impl Session {
         let mut request_ids = self.request_ids.lock();
         let n = request_ids.begin();
         if let Some(k) = &self.keep {
-            k.next_mutation().store(request_ids.next(), Relaxed);
+            k.set_next_mutation(request_ids.next());
         }
         drop(request_ids);
-        if let Some(numbers) = numbers {
-            numbers.set_mutation(self.id, n);
+        if let Some(operation) = operation {
+            operation.set_mutation(self.id, n);
         }
         Ok(Turn(self, n))
     }
@@ -121,9 +112,9 @@ impl Session {
         self.request_ids.lock().lowest_unanswered()
     }
 
-    /// The request with these numbers will not be repeated.
-    pub(crate) fn abandon(&self, numbers: &Numbers) {
-        if let Some((session, n)) = numbers.mutation()
+    /// The operation will not be repeated.
+    pub(crate) fn abandon(&self, operation: &Operation) {
+        if let Some((session, n)) = operation.mutation()
             && session == self.id
         {
             self.request_ids.lock().end(n);

@@ -24,10 +24,7 @@ use self::{
     retry::{Backoff, in_doubt},
     unreachable::{Kind, Unreachable},
 };
-use crate::{
-    config::{Config, Counters, FOREVER},
-    handover,
-};
+use crate::config::{Config, Counters, FOREVER};
 
 /// A longer wait for servers is reported in the log.
 const TOO_LONG: Duration = Duration::from_secs(3);
@@ -164,7 +161,7 @@ impl Shared {
         T: Send + 'static,
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        let running = self.env.spawn(handover::numbered(handover::numbers(), f));
+        let running = self.env.spawn(f);
         running.await.map_err(|_| Error::new(Code::Io, "the client is being shut down"))?
     }
 

@@ -5,14 +5,13 @@ use std::{ops::Range, sync::Arc};
 use parking_lot::Mutex;
 use strake_fabric::Buf;
 use strake_proto::{ChainId, SessionId, TargetId, pb};
-use strake_runtime::Record;
 use tokio::sync::{Mutex as AsyncMutex, OwnedSemaphorePermit};
 
 use super::{
     dirty::{Dirty, gaps},
     grants::Cost,
 };
-use crate::{data::buffers, inode::Inode, read::cache::Tenure};
+use crate::{data::buffers, handover::WriteRecord, inode::Inode, read::cache::Tenure};
 
 /// Data that belongs to a write that is held back.
 pub(super) struct Write {
@@ -21,7 +20,7 @@ pub(super) struct Write {
     /// Its share of [`crate::Config::unstable_limit`], until it is sent.
     pub room: Mutex<Option<OwnedSemaphorePermit>>,
     /// The record that outlives this process; kept until the bytes have arrived.
-    pub _record: Option<Record>,
+    pub _record: Option<Box<dyn WriteRecord>>,
 }
 
 pub(super) type Tag = Arc<Write>;

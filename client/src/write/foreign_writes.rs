@@ -34,7 +34,7 @@ use crate::{
     write::service::Updates,
 };
 
-use super::updates::UnderWay;
+use super::updates::{Numbers, UnderWay};
 
 /// A write of foreign memory to one chunk.
 struct Sent<'a> {
@@ -64,10 +64,11 @@ impl Updates {
     ) -> (SessionId, u64, Result<()>) {
         let stripes = inode.placed().stripes;
         let all: Vec<Piece> = stripes.split(offset, from.len()).collect();
-        let (session, first) = match self.data_numbers(inode, all.len() as u64, None).await {
-            Ok((cap, first)) => (cap.session, first),
-            Err(e) => return (0, 0, Err(e)),
-        };
+        let (session, first) =
+            match self.data_numbers(inode, all.len() as u64, Numbers::default()).await {
+                Ok((cap, first)) => (cap.session, first),
+                Err(e) => return (0, 0, Err(e)),
+            };
         let writes = all.iter().zip(first..).map(|(p, seq)| {
             let at = p.file_offset - offset;
             let (block, blocks) = (at as usize / BLOCK, (p.len as usize).div_ceil(BLOCK));

@@ -18,8 +18,9 @@ use crate::{
         buffers::Content,
         holes::{PAGE, block_of, chains},
     },
+    handover::operation::Operation,
     inode::Inode,
-    write::service::Updates,
+    write::{service::Updates, updates::Numbers},
 };
 
 /// How many chunks are punched at a time.
@@ -32,11 +33,13 @@ impl Updates {
         inode: &Arc<Inode>,
         range: Range<u64>,
         stable: bool,
+        operation: Option<&Operation>,
     ) -> Result<()> {
         let stripes = inode.placed().stripes;
         // One number for all chunks, each of which remembers it. A repetition after a restart of
         // the mount may find other chunks, and requests of the last daemon may arrive late.
-        let (cap, seq) = self.data_numbers(inode, 1, None).await?;
+        let numbers = Numbers { operation, only: None };
+        let (cap, seq) = self.data_numbers(inode, 1, numbers).await?;
         let number = (cap.session, seq);
         let punch = |chain| self.punch_chain(inode, &stripes, chain, range.clone(), stable, number);
         let punches = chains(&stripes).into_iter().map(punch);

@@ -17,11 +17,10 @@ use strake_proto::{
     ChainId, ChunkId, Ino,
     data::{BootId, Version},
 };
-use strake_runtime::Record;
 
 use crate::{
     data::buffers::{self, Content},
-    handover::{KeptWrite, WriteKind, place_of},
+    handover::{KeptWrite, WriteKind, WriteRecord},
 };
 
 /// One unstable write: a part of one chunk. `T` is what the caller needs to send it again (the
@@ -40,7 +39,7 @@ pub(crate) struct Entry<T> {
     pub at_ms: u64,
     pub tag: Arc<T>,
     /// The record that outlives the process; it lives as long as the entry.
-    pub kept: Option<Record>,
+    pub kept: Option<Box<dyn WriteRecord>>,
 }
 
 impl<T> Entry<T> {
@@ -57,7 +56,6 @@ impl<T> Entry<T> {
             version: e.version,
             boot_ids: e.boot_ids.clone(),
             len: e.data.span() as usize,
-            at: place_of(e.data.bytes()),
             kind: if matches!(e.data, Content::Hole(_)) {
                 WriteKind::Punch
             } else {
@@ -297,7 +295,7 @@ impl<T> Unstable<T> {
                 }
                 e.data = e.data.cut(0, (size - e.file_offset) as usize);
                 if let Some(k) = &e.kept {
-                    KeptWrite::cut(k, e.data.span());
+                    k.cut(e.data.span());
                 }
                 freed -= e.held();
                 true

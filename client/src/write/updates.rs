@@ -31,7 +31,7 @@ use crate::{
         clocks::Copies,
         replica_attempts::Retry,
     },
-    handover::{self},
+    handover::operation::Operation,
     inode::{Cap, Inode, UpdateAt},
     shared::{
         Attempts,
@@ -66,6 +66,15 @@ impl Drop for UnderWay<'_> {
             self.inode.given_up.lock().insert(chain, (chunk, s.next_round()));
         }
     }
+}
+
+/// The session in which a write is numbered, and its operation.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Numbers<'a> {
+    /// With a session here, `NoSession` in any other one.
+    pub only: Option<SessionId>,
+    /// The operation, if it may have come again: then its pieces have their former numbers.
+    pub operation: Option<&'a Operation>,
 }
 
 /// One update of one chunk.
@@ -190,22 +199,25 @@ impl Updates {
     }
 
     /// Writes bytes to all their replicas. The caller holds the range's lock. `stable`: on disk,
-    /// not only in memory. `only`: in no other session; see [`Updates::data_numbers`].
+    /// not only in memory. `numbers`: see [`Updates::data_numbers`].
     pub(crate) async fn write_range(
         self: &Arc<Self>,
         inode: &Arc<Inode>,
         offset: u64,
         data: &[Buf],
-        (stable, only): (bool, Option<SessionId>),
+        stable: bool,
+        numbers: Numbers<'_>,
         mut room: Option<tokio::sync::OwnedSemaphorePermit>,
     ) -> (SessionId, u64, Result<()>) {
         let stripes = inode.placed().stripes;
         let len = buffers::total(data) as u64;
-        let (cap, first) =
-            match self.data_numbers(inode, stripes.split(offset, len).count() as u64, only).await {
-                Ok(n) => n,
-                Err(e) => return (0, 0, Err(e)),
-            };
+        let (cap, first) = match self
+            .data_numbers(inode, stripes.split(offset, len).count() as u64, numbers)
+            .await
+        {
+            Ok(n) => n,
+            Err(e) => return (0, 0, Err(e)),
+        };
         let flags = if stable { FLAG_STABLE } else { 0 };
         let writes = stripes.split(offset, len).zip(first..).map(|(p, seq)| {
             let part = buffers::cut(data, (p.file_offset - offset) as usize, p.len as usize);
@@ -237,13 +249,13 @@ impl Updates {
         (cap.session, done, first_error.map_or(Ok(()), Err))
     }
 
-    /// Numbers for the pieces of one write: the present session, and the first number. `NoSession`
-    /// if that session is another one than `only`.
+    /// Numbers for the `n` pieces of one write: a capability of the present session, and the first
+    /// number.
     pub(crate) async fn data_numbers(
         self: &Arc<Self>,
         inode: &Inode,
         n: u64,
-        only: Option<SessionId>,
+        Numbers { only, operation }: Numbers<'_>,
     ) -> Result<(Cap, u64)> {
         let lost = || Error::new(Code::NoSession, "the session was lost before a write");
         let is_other = |id: SessionId| only.is_some_and(|only| only != id);
@@ -259,8 +271,8 @@ impl Updates {
         let session =
             self.metadata.current_session().filter(|s| s.id == cap.session).ok_or_else(gone)?;
         let take = || session.take_data_numbers(n);
-        let first = match handover::numbers() {
-            Some(numbers) => numbers.data(session.id, take),
+        let first = match operation {
+            Some(operation) => operation.data(session.id, take),
             None => take(),
         };
         Ok((cap, first))
@@ -300,7 +312,7 @@ impl Updates {
     /// Records an unstable write, so that it outlives this process.
     pub(crate) fn keep_write(&self, chain: ChainId, order: u64, entry: &mut Entry<Hold>) {
         if let Some(k) = &self.shared.cfg.handover {
-            entry.kept = k.put_write(order, &entry.kept_as(chain));
+            entry.kept = k.keep_write(order, &entry.kept_as(chain), entry.data.bytes());
         }
     }
 

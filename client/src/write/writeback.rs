@@ -20,19 +20,19 @@ use strake_proto::{
     layout::Piece,
     pb,
 };
-use strake_runtime::Record;
 use tokio::sync::{OwnedMutexGuard, OwnedSemaphorePermit};
 
 use crate::{
     config::Counters,
     data::buffers::{self, Content},
     data::chains::session_lost,
-    handover::{self, KeptWrite},
+    handover::{KeptWrite, WriteKind, WriteRecord},
     inode::Inode,
     inode::O_APPEND,
     read::cache::Tenure,
     write::grants::Verdict,
     write::service::room_for,
+    write::updates::Numbers,
     write::{
         back::{Tag, Taken, Write},
         dirty::Run,
@@ -167,8 +167,9 @@ impl WriteBack {
         for b in data {
             let record = match &self.shared.cfg.handover {
                 Some(k) => {
-                    let w = KeptWrite::held(ino, session, at, b, (creds.uid, creds.gid))?;
-                    Some(k.put_write(self.next_held(), &w)?)
+                    let owner = (creds.uid, creds.gid);
+                    let w = KeptWrite::held(ino, session, at, b.len(), owner);
+                    Some(k.keep_write(self.next_held(), &w, std::slice::from_ref(b))?)
                 }
                 None => None,
             };
@@ -194,17 +195,15 @@ impl WriteBack {
     pub(crate) async fn send_held(self: &Arc<Self>, inode: &Arc<Inode>) {
         if !inode.back.is_empty() {
             let (core, inode) = (self.clone(), inode.clone());
-            // The caller may go away meanwhile. And the numbers of the request that the caller
-            // works for must not be used here.
-            let sending = handover::numbered(None, async move { core.send_all(&inode).await });
-            let _ = self.shared.env.spawn(sending).await;
+            // The caller may go away meanwhile.
+            let _ = self.shared.env.spawn(async move { core.send_all(&inode).await }).await;
         }
     }
 
     /// As [`WriteBack::send_held`], for a task that runs to its end: it spawns no other task.
     pub(crate) async fn send_held_here(self: &Arc<Self>, inode: &Arc<Inode>) {
         if !inode.back.is_empty() {
-            handover::numbered(None, self.send_all(inode)).await;
+            self.send_all(inode).await;
         }
     }
 
@@ -212,9 +211,7 @@ impl WriteBack {
     fn send_soon(self: &Arc<Self>, inode: &Arc<Inode>) {
         if inode.back.sending.try_lock().is_ok() {
             let (core, inode) = (self.clone(), inode.clone());
-            self.shared
-                .env
-                .spawn(handover::numbered(None, async move { core.send_all(&inode).await }));
+            self.shared.env.spawn(async move { core.send_all(&inode).await });
         }
     }
 
@@ -340,7 +337,8 @@ impl WriteBack {
     ) -> Result<()> {
         let stripes = inode.placed().stripes;
         let pieces: Vec<Piece> = stripes.split(at, buffers::total(bytes) as u64).collect();
-        let (cap, first) = self.updates.data_numbers(inode, pieces.len() as u64, None).await?;
+        let (cap, first) =
+            self.updates.data_numbers(inode, pieces.len() as u64, Numbers::default()).await?;
         if cap.session != session {
             // Other clients may have written since the session was lost.
             return Err(session_lost());
@@ -355,7 +353,7 @@ impl WriteBack {
                 .cfg
                 .handover
                 .as_ref()
-                .and_then(|k| k.put_write(seq, &KeptWrite::sent(&p, number, &part)?));
+                .and_then(|k| k.keep_write(seq, &KeptWrite::sent(&p, number), &part));
             let share = room.as_mut().and_then(|r| {
                 let n = (room_for(p.len as usize) as usize).min(r.num_permits());
                 r.split(n)
@@ -382,11 +380,11 @@ impl WriteBack {
     pub(crate) async fn inherit_back(
         self: &Arc<Self>,
         inode: Arc<Inode>,
-        left: Vec<(KeptWrite, Buf, Record)>,
+        left: Vec<(KeptWrite, Buf, Box<dyn WriteRecord>)>,
     ) {
         let turn = inode.back.sending.clone().lock_owned().await;
         let (sent, held): (Vec<_>, Vec<_>) =
-            left.into_iter().partition(|(w, ..)| w.kind == handover::WriteKind::Sent);
+            left.into_iter().partition(|(w, ..)| w.kind == WriteKind::Sent);
         let mut again = Vec::new();
         {
             let mut state = inode.back.state.lock();
@@ -398,7 +396,8 @@ impl WriteBack {
                     self.grants.lock().count(&cost);
                     state.waiting.merge(cost);
                 }
-                let creds = pb::Creds { uid: w.owner().0, gid: w.owner().1, groups: Vec::new() };
+                let WriteKind::Held { uid, gid } = w.kind else { continue };
+                let creds = pb::Creds { uid, gid, groups: Vec::new() };
                 state.held.hold(
                     Duration::ZERO,
                     w.file_offset,
@@ -420,7 +419,7 @@ impl WriteBack {
         });
     }
 
-    fn inherited(&self, session: SessionId, creds: pb::Creds, record: Record) -> Tag {
+    fn inherited(&self, session: SessionId, creds: pb::Creds, record: Box<dyn WriteRecord>) -> Tag {
         Arc::new(Write { creds, session, room: Mutex::new(None), _record: Some(record) })
     }
 

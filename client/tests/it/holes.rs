@@ -4,8 +4,9 @@
 use std::collections::BTreeSet;
 
 use crate::common::*;
-use strake_client::{Client, Config, File, Former, Handover};
+use strake_client::{Client, Config, File, Former, Handover as _};
 use strake_fabric::Buf;
+use strake_fuse::HandoverMemory;
 use strake_proto::{Code, layout::splitmix64};
 
 const RW: u32 = 2;
@@ -246,7 +247,7 @@ async fn a_punch_of_lost_chunks_holds() {
 #[tokio::test(start_paused = true)]
 async fn unstable_punches_outlive_a_daemon() {
     for restarted in [false, true] {
-        let (c, keep) = (Cluster::new(3, 2), Handover::create([7; 16], 64 << 20).unwrap());
+        let (c, keep) = (Cluster::new(3, 2), HandoverMemory::create([7; 16], 64 << 20).unwrap());
         let kept = |byte: u8, len: usize| {
             let mut b = keep.pool().get_now(len);
             b.fill(byte);
@@ -274,10 +275,15 @@ async fn unstable_punches_outlive_a_daemon() {
         if restarted {
             c.restart(&[0, 1, 2]);
         }
-        let next = Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
+        let next = HandoverMemory::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
         let b = c.client_with(2, Config { handover: Some(next.clone()), ..config() }).await;
         let former = Former { ino: 102, flags: RW, uid: 1000, gid: 1000 };
-        let f = b.take_over(&[former], &next.left_requests()).await.pop().unwrap().unwrap();
+        let f = b
+            .take_over(&[former], &operations(&next.left_requests()))
+            .await
+            .pop()
+            .unwrap()
+            .unwrap();
         f.fsync().await.unwrap();
         assert_eq!(b.stats().replays > 0, restarted);
         let mut want = vec![1; 300_000];

@@ -5,36 +5,38 @@
 use std::{sync::Arc, time::Duration};
 
 use crate::common::*;
-use strake_client::{Client, Config, File, Former, Handover, numbered};
+use strake_client::{Caller, Client, Config, File, Former, Operation};
 use strake_fabric::Buf;
+use strake_fuse::HandoverMemory;
 use strake_proto::Code;
 
 const RW: u32 = 2;
 
-fn with(keep: &Arc<Handover>) -> Config {
+fn with(keep: &Arc<HandoverMemory>) -> Config {
     Config { handover: Some(keep.clone()), ..config() }
 }
 
-fn new_keep() -> Arc<Handover> {
-    Handover::create([7; 16], 64 << 20).unwrap()
+fn new_keep() -> Arc<HandoverMemory> {
+    HandoverMemory::create([7; 16], 64 << 20).unwrap()
 }
 
 async fn file(c: &Client) -> File {
     c.create(&user(), c.root(), b"f", 0o644, RW, false, striped(65536, -1)).await.unwrap().0
 }
 
-async fn take_over(c: &Cluster, keep: &Handover, ino: u64) -> (Client, File) {
+async fn take_over(c: &Cluster, keep: &HandoverMemory, ino: u64) -> (Client, File) {
     let keep = next(keep);
     let b = c.client_with(2, with(&keep)).await;
     let former = Former { ino, flags: RW, uid: 1000, gid: 1000 };
-    let f = b.take_over(&[former], &keep.left_requests()).await.pop().unwrap().unwrap();
+    let f =
+        b.take_over(&[former], &operations(&keep.left_requests())).await.pop().unwrap().unwrap();
     (b, f)
 }
 
 const INO: u64 = 102;
 
 /// Writes synced bytes, then unsynced ones whose end the metadata server does not know.
-fn half_synced(c: &Cluster, keep: &Arc<Handover>) {
+fn half_synced(c: &Cluster, keep: &Arc<HandoverMemory>) {
     killed(|| async {
         let a = c.client_with(1, with(keep)).await;
         let f = file(&a).await;
@@ -85,7 +87,8 @@ async fn a_read_only_client_takes_over_what_was_written_before() {
     let keep = next(&keep);
     let b = c.client_with(2, Config { read_only: true, ..with(&keep) }).await;
     let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
-    let f = b.take_over(&[former], &keep.left_requests()).await.pop().unwrap().unwrap();
+    let f =
+        b.take_over(&[former], &operations(&keep.left_requests())).await.pop().unwrap().unwrap();
     f.fsync().await.unwrap();
     assert_eq!((f.attr().size, c.mds.size_of(INO)), (350_000, 350_000));
     f.close().await.unwrap();
@@ -138,7 +141,7 @@ async fn writes_of_a_file_that_nobody_has_open_are_taken_over() {
     c.restart(&[0, 1, 2]);
     let keep = next(&keep);
     let b = c.client_with(2, with(&keep)).await;
-    assert!(b.take_over(&[], &keep.left_requests()).await.is_empty());
+    assert!(b.take_over(&[], &operations(&keep.left_requests())).await.is_empty());
     let (f, _) = b.open(&user(), INO, RW).await.unwrap();
     f.fsync().await.unwrap();
     c.restart(&[0, 1, 2]);
@@ -153,8 +156,18 @@ async fn writes_of_a_file_that_nobody_has_open_are_taken_over() {
 }
 
 /// Creates a file exclusively, so a second run fails.
-async fn make(c: &Client) -> strake_proto::Result<File> {
-    Ok(c.create(&user(), c.root(), b"new", 0o644, RW, true, None).await?.0)
+async fn make(c: &Client, operation: Option<&Operation>) -> strake_proto::Result<File> {
+    let caller = Caller { creds: &user(), operation };
+    Ok(c.create(caller, c.root(), b"new", 0o644, RW, true, None).await?.0)
+}
+
+/// Appends ten fives, as a part of this operation.
+async fn append(
+    f: &File,
+    keep: &HandoverMemory,
+    operation: Option<&Operation>,
+) -> strake_proto::Result<u64> {
+    f.append_until(operation, kept(keep, 5, 10), None, ()).await.map(|landed| landed.offset)
 }
 
 #[tokio::test(start_paused = true)]
@@ -165,26 +178,26 @@ async fn a_request_that_comes_again_is_not_done_again() {
         let f = file(&a).await;
         f.write_all_at(0, &[1; 10]).await.unwrap();
         let (making, appending) = (keep.begin(100, 0, 1), keep.begin(102, 0, INO));
-        let made = numbered(making.clone(), make(&a)).await.unwrap();
-        assert_eq!(numbered(appending.clone(), f.append(kept(&keep, 5, 10))).await.unwrap(), 10);
+        let made = make(&a, making.as_ref()).await.unwrap();
+        assert_eq!(append(&f, &keep, appending.as_ref()).await.unwrap(), 10);
         // The requests are done, but the program has no answer.
         std::mem::forget((a, f, made, making, appending));
     });
     let keep = next(&keep);
     let b = c.client_with(2, with(&keep)).await;
     let left = keep.left_requests();
-    let request = |unique| left.iter().find(|n| n.unique() == unique).cloned();
+    let request = |unique| left.iter().find(|r| r.unique == unique).map(|r| r.operation.clone());
     let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
-    let f = b.take_over(&[former], &left).await.pop().unwrap().unwrap();
+    let f = b.take_over(&[former], &operations(&left)).await.pop().unwrap().unwrap();
     // Another append comes first: it leaves space for the one that will be sent again.
     assert_eq!(f.append(kept(&keep, 6, 10)).await.unwrap(), 20);
     let ran = c.mds.ran();
-    numbered(request(100), make(&b)).await.expect("the first run's answer");
+    make(&b, request(100).as_ref()).await.expect("the first run's answer");
     assert_eq!(c.mds.ran(), ran, "not run again");
-    assert_eq!(numbered(request(102), f.append(kept(&keep, 5, 10))).await.unwrap(), 10);
+    assert_eq!(append(&f, &keep, request(102).as_ref()).await.unwrap(), 10);
     let want = [[1; 10], [5; 10], [6; 10]].concat();
     assert_eq!(join(&f.read(0, 100).await.unwrap()), want);
-    assert_eq!(make(&b).await.err().unwrap().code, Code::Exist, "a new request");
+    assert_eq!(make(&b, None).await.err().unwrap().code, Code::Exist, "a new request");
     f.close().await.unwrap();
 }
 
@@ -202,7 +215,7 @@ async fn others_append_after_what_comes_again() {
             if !arrived {
                 c.oss.faults(|f| f.write_delay = Duration::from_secs(1000));
             }
-            let append = numbered(appending.clone(), f.append(kept(&keep, 5, 10)));
+            let append = append(&f, &keep, appending.as_ref());
             let done = tokio::time::timeout(Duration::from_secs(1), append).await;
             assert_eq!(done.ok().map(|r| r.unwrap()), arrived.then_some(10));
             std::mem::forget((a, f, appending));
@@ -212,7 +225,7 @@ async fn others_append_after_what_comes_again() {
         let b = c.client_with(2, with(&keep)).await;
         let mut left = keep.left_requests();
         let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
-        let f = b.take_over(&[former], &left).await.pop().unwrap().unwrap();
+        let f = b.take_over(&[former], &operations(&left)).await.pop().unwrap().unwrap();
         let other = c.client(3).await;
         let g = other.open(&user(), INO, RW).await.unwrap().0;
         let theirs = tokio::spawn(async move { g.append(vec![Buf::copy_from(&[7; 10])]).await });
@@ -222,9 +235,9 @@ async fn others_append_after_what_comes_again() {
         let mine = tokio::spawn(async move { mine.append(own).await });
         tokio::time::sleep(Duration::from_secs(3)).await;
         assert!(!theirs.is_finished(), "it is not known yet where the file ends");
-        let request = left.pop();
+        let request = left.pop().map(|r| r.operation);
         if comes {
-            assert_eq!(numbered(request.clone(), f.append(kept(&keep, 5, 10))).await.unwrap(), 10);
+            assert_eq!(append(&f, &keep, request.as_ref()).await.unwrap(), 10);
         }
         drop(request);
         let mut at = [theirs.await.unwrap().unwrap(), mine.await.unwrap().unwrap()];
@@ -247,7 +260,7 @@ async fn an_append_of_a_lost_session_is_an_error() {
         let a = c.client_with(1, with(&keep)).await;
         let f = file(&a).await;
         let appending = keep.begin(102, 0, INO);
-        assert_eq!(numbered(appending.clone(), f.append(kept(&keep, 5, 10))).await.unwrap(), 0);
+        assert_eq!(append(&f, &keep, appending.as_ref()).await.unwrap(), 0);
         std::mem::forget((a, f, appending));
     });
     c.mds.evict_all();
@@ -258,13 +271,14 @@ async fn an_append_of_a_lost_session_is_an_error() {
     let b = c.client_with(2, with(&keep)).await;
     let left = keep.left_requests();
     let former = Former { ino: INO, flags: RW, uid: 1000, gid: 1000 };
-    let f = b.take_over(&[former], &left).await.pop().unwrap().unwrap();
+    let f = b.take_over(&[former], &operations(&left)).await.pop().unwrap().unwrap();
     assert_eq!(
         f.write_all_at(0, &[7]).await.unwrap_err().code,
         Code::Io,
         "what was not synced is lost"
     );
-    let e = numbered(left.first().cloned(), f.append(kept(&keep, 5, 10))).await.unwrap_err();
+    let request = left.first().map(|r| &r.operation);
+    let e = append(&f, &keep, request).await.unwrap_err();
     assert!(e.code == Code::Io && e.message.contains("during an append"), "{e}");
     assert_eq!(join(&g.read(0, 100).await.unwrap()), [7; 20]);
 }

@@ -5,8 +5,9 @@ use std::{sync::Arc, time::Duration};
 
 use crate::common::*;
 use proptest::prelude::*;
-use strake_client::{Client, Config, File, Former, Handover};
+use strake_client::{Client, Config, File, Former};
 use strake_fabric::Buf;
+use strake_fuse::HandoverMemory;
 use strake_proto::{Code, pb};
 
 const RW: u32 = 2;
@@ -413,16 +414,19 @@ async fn what_is_held_back_is_sent_before_a_report() {
 
 // --- the next process ---
 
-fn with(keep: &Arc<Handover>) -> Config {
+fn with(keep: &Arc<HandoverMemory>) -> Config {
     Config { handover: Some(keep.clone()), ..holding() }
 }
 
-async fn take_over(c: &Cluster, keep: &Handover, open: bool) -> (Client, Vec<File>) {
+async fn take_over(c: &Cluster, keep: &HandoverMemory, open: bool) -> (Client, Vec<File>) {
     let keep = next(keep);
     let b = c.client_with(2, with(&keep)).await;
     let former = Former { ino: 102, flags: RW, uid: 1000, gid: 1000 };
     let files = b
-        .take_over(if open { std::slice::from_ref(&former) } else { &[] }, &keep.left_requests())
+        .take_over(
+            if open { std::slice::from_ref(&former) } else { &[] },
+            &operations(&keep.left_requests()),
+        )
         .await;
     (b, files.into_iter().map(Result::unwrap).collect())
 }
@@ -431,7 +435,7 @@ async fn take_over(c: &Cluster, keep: &Handover, open: bool) -> (Client, Vec<Fil
 #[tokio::test(start_paused = true)]
 async fn what_was_held_back_is_taken_over() {
     for (sending, open) in [(0, true), (1, true), (2, true), (0, false), (1, false)] {
-        let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
+        let (c, keep) = (cluster(2, 1), HandoverMemory::create([7; 16], 64 << 20).unwrap());
         let mut want = vec![1; 2 << 20];
         killed(|| async {
             let a = c.client_with(1, with(&keep)).await;
@@ -488,7 +492,7 @@ async fn what_was_held_back_is_taken_over() {
 /// dead one.
 #[tokio::test(start_paused = true)]
 async fn nothing_is_reported_before_it_is_known_what_was_held_back() {
-    let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
+    let (c, keep) = (cluster(2, 1), HandoverMemory::create([7; 16], 64 << 20).unwrap());
     killed(|| async {
         let a = c.client_with(1, with(&keep)).await;
         let f = file(&a).await;
@@ -502,7 +506,10 @@ async fn nothing_is_reported_before_it_is_known_what_was_held_back() {
     assert!(tokio::time::timeout(Duration::from_secs(20), &mut report).await.is_err());
     assert!(c.mds.worked() > 10);
     let files = b
-        .take_over(&[Former { ino: 102, flags: RW, uid: 1000, gid: 1000 }], &former.left_requests())
+        .take_over(
+            &[Former { ino: 102, flags: RW, uid: 1000, gid: 1000 }],
+            &operations(&former.left_requests()),
+        )
         .await;
     report.await;
     assert_eq!((c.mds.size_of(102), c.oss.counts(|n| n.applied)), (100, 1));
@@ -511,7 +518,7 @@ async fn nothing_is_reported_before_it_is_known_what_was_held_back() {
 
 #[tokio::test(start_paused = true)]
 async fn what_is_lost_with_the_session_of_a_former_process_is_told() {
-    let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
+    let (c, keep) = (cluster(2, 1), HandoverMemory::create([7; 16], 64 << 20).unwrap());
     killed(|| async {
         let a = c.client_with(1, with(&keep)).await;
         let f = file(&a).await;
@@ -531,7 +538,7 @@ async fn what_is_lost_with_the_session_of_a_former_process_is_told() {
 /// survive the process.
 #[tokio::test(start_paused = true)]
 async fn what_is_not_in_kept_memory_goes_through() {
-    let (c, keep) = (cluster(2, 1), Handover::create([7; 16], 64 << 20).unwrap());
+    let (c, keep) = (cluster(2, 1), HandoverMemory::create([7; 16], 64 << 20).unwrap());
     let a = c.client_with(1, with(&keep)).await;
     let f = file(&a).await;
     f.write(0, vec![Buf::copy_from(&[1; 100])]).await.unwrap();

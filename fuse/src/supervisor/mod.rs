@@ -18,7 +18,6 @@ use std::{
 
 use control::{Ask, Asked, Control};
 use link::{Link, Message};
-use strake_client::Handover;
 use strake_proto::{Code, Error, Result};
 use tokio::{
     io::Interest,
@@ -27,7 +26,7 @@ use tokio::{
     signal::unix::{Signal, SignalKind, signal},
 };
 
-use crate::{MountConfig, mount, mountpoint, table};
+use crate::{MountConfig, handover::HandoverMemory, mount, mountpoint, table};
 
 /// The environment variable with the number of the daemon's end of the socket.
 pub const SOCKET: &str = "STRAKE_MOUNT_SOCKET";
@@ -62,7 +61,7 @@ pub struct Program {
 pub struct Supervisor {
     cfg: MountConfig,
     program: Program,
-    keep: Arc<Handover>,
+    keep: Arc<HandoverMemory>,
     /// Passed to the first daemon: clients that are certainly gone.
     dead: Vec<[u8; 16]>,
     /// The `/dev/fuse` descriptors, once mounted.
@@ -102,7 +101,7 @@ impl Supervisor {
     pub fn new(
         cfg: MountConfig,
         program: Program,
-        keep: Arc<Handover>,
+        keep: Arc<HandoverMemory>,
         dead: Vec<[u8; 16]>,
     ) -> Supervisor {
         Supervisor {

@@ -138,8 +138,8 @@ fn errno(e: &Error) -> Errno {
     Errno::from_i32(super::errno(e))
 }
 
-fn caller(req: &Request) -> Caller {
-    Caller { uid: req.uid(), gid: req.gid(), pid: req.pid() }
+fn caller(req: &Request) -> Caller<'static> {
+    Caller { uid: req.uid(), gid: req.gid(), pid: req.pid(), operation: None }
 }
 
 fn name(n: &OsStr) -> Vec<u8> {
@@ -413,8 +413,8 @@ impl Filesystem for Transport {
             }
             let len = data.len();
             let written = match from_mapping {
-                true => s.vfs.write_mapped(fh.0, offset, data, None).await.map(|()| len),
-                false => s.vfs.write(fh.0, place, data, ()).await,
+                true => s.vfs.write_mapped(who, fh.0, offset, data, None).await.map(|()| len),
+                false => s.vfs.write(who, fh.0, place, data, ()).await,
             };
             match written {
                 Ok(n) => reply.written(n as u32),

@@ -97,7 +97,7 @@ impl Batch {
 
 impl Vfs {
     /// The metadata server checks the permission to read the directory at the first batch.
-    pub fn opendir(&self, caller: Caller, ino: Ino) -> u64 {
+    pub fn opendir(&self, caller: Caller<'_>, ino: Ino) -> u64 {
         let ino = self.inner(ino);
         let creds = self.creds(caller);
         let handle = self.numbering.next();

@@ -15,12 +15,13 @@ use super::{
 const MOST_COPIED: u64 = 16 << 20;
 
 impl Vfs {
-    pub async fn open(&self, caller: Caller, ino: Ino, flags: i32) -> Result<Opened> {
+    pub async fn open(&self, caller: Caller<'_>, ino: Ino, flags: i32) -> Result<Opened> {
         let flags = known_access(flags) | self.always;
         // An open by a name that is replaced meanwhile opens the former file.
         let (creds, known) =
             (self.creds(caller), self.client.is_open(ino) || self.client.was_found(ino));
-        let (file, attr) = self.client.open(&creds, ino, flags as u32).await.map_err(stale)?;
+        let (file, attr) =
+            self.client.open(caller.with(&creds), ino, flags as u32).await.map_err(stale)?;
         if attr.nlink == 0 && !known {
             // The file has no name and is not open here: its number comes from an old file handle.
             file.close().await?;
@@ -28,9 +29,8 @@ impl Vfs {
         }
         // Linux truncates the file even then; the kernel has checked the permission to write it.
         if flags & libc::O_TRUNC != 0 && flags & libc::O_ACCMODE == libc::O_RDONLY {
-            self.client
-                .setattr(&creds, pb::SetAttr { ino, size: Some(0), ..Default::default() })
-                .await?;
+            let cut = pb::SetAttr { ino, size: Some(0), ..Default::default() };
+            self.client.setattr(caller.with(&creds), cut).await?;
         }
         Ok(self.keep(file, ino, flags, caller))
     }
@@ -38,7 +38,7 @@ impl Vfs {
     /// open(2) with `O_CREAT`.
     pub async fn create(
         &self,
-        caller: Caller,
+        caller: Caller<'_>,
         parent: Ino,
         name: &[u8],
         mode: u32,
@@ -52,7 +52,15 @@ impl Vfs {
         // mount created it first.
         let (file, attr) = self
             .client
-            .create(&creds, self.inner(parent), name, mode, flags as u32, exclusive, None)
+            .create(
+                caller.with(&creds),
+                self.inner(parent),
+                name,
+                mode,
+                flags as u32,
+                exclusive,
+                None,
+            )
             .await?;
         let ino = attr.ino;
         self.claims.told(parent, name);
@@ -63,7 +71,7 @@ impl Vfs {
     /// it may get a name by [`Vfs::link`] while it is open.
     pub async fn tmpfile(
         &self,
-        caller: Caller,
+        caller: Caller<'_>,
         parent: Ino,
         mode: u32,
         umask: u32,
@@ -71,15 +79,16 @@ impl Vfs {
     ) -> Result<(pb::Attr, Opened)> {
         let mode = Mode { bits: mode & 0o7777, umask };
         let (flags, linkable) = (known_access(flags) | self.always, flags & libc::O_EXCL == 0);
+        let creds = self.creds(caller);
         let (file, attr) = self
             .client
-            .tmpfile(&self.creds(caller), self.inner(parent), mode, flags as u32, linkable)
+            .tmpfile(caller.with(&creds), self.inner(parent), mode, flags as u32, linkable)
             .await?;
         let ino = attr.ino;
         Ok((attr, self.keep(file, ino, flags, caller)))
     }
 
-    fn keep(&self, file: File, ino: Ino, flags: i32, caller: Caller) -> Opened {
+    fn keep(&self, file: File, ino: Ino, flags: i32, caller: Caller<'_>) -> Opened {
         let handle = self.numbering.next();
         let kept = self.keep_handle(handle, ino, flags, caller);
         self.files.insert(
@@ -144,7 +153,7 @@ impl Vfs {
 
     /// Called before a write by a caller whose writes clear set-id bits. The opener's writes do
     /// that themselves, unless the opener is root and passed the file on.
-    pub async fn strip(&self, caller: Caller, handle: u64) -> Result<()> {
+    pub async fn strip(&self, caller: Caller<'_>, handle: u64) -> Result<()> {
         let open = self.files.get(handle)?;
         let file = open.file()?;
         let (mode, gid) = (file.attr().mode, file.attr().gid);
@@ -160,13 +169,14 @@ impl Vfs {
             let member = writer.gid == gid || writer.groups.contains(&gid);
             strip.mode = (!member).then_some(mode & 0o7777 & !(libc::S_ISUID | libc::S_ISGID));
         }
-        self.client.setattr(file.opener(), strip).await.map(drop)
+        self.client.setattr(caller.with(file.opener()), strip).await.map(drop)
     }
 
     /// Returns the number of bytes written. `until` is dropped when the write can have no further
     /// effect, even if the caller has gone away.
     pub async fn write(
         &self,
+        caller: Caller<'_>,
         handle: u64,
         place: Place,
         data: Buf,
@@ -176,8 +186,10 @@ impl Vfs {
         open.check_locks(self)?;
         let file = open.file()?;
         let written = match place {
-            Place::At(offset) => file.write_until(offset, vec![data], until).await,
-            Place::End { at, tid } => append(file, at, tid, data, until).await,
+            Place::At(offset) => {
+                file.write_until(caller.operation, offset, vec![data], until).await
+            }
+            Place::End { at, tid } => append(file, caller, (at, tid), data, until).await,
         };
         written.map_err(|e| given_up(file, e))
     }
@@ -186,6 +198,7 @@ impl Vfs {
     /// `EIO` in any other session of the client.
     pub async fn write_mapped(
         &self,
+        caller: Caller<'_>,
         handle: u64,
         offset: u64,
         data: Buf,
@@ -193,7 +206,8 @@ impl Vfs {
     ) -> Result<()> {
         let open = self.files.get(handle)?;
         let file = open.file()?;
-        file.write_mapped(offset, data, only).await.map_err(|e| given_up(file, e))
+        let written = file.write_mapped(caller.operation, offset, data, only).await;
+        written.map_err(|e| given_up(file, e))
     }
 
     /// The end of the file as far as this client knows.
@@ -255,6 +269,7 @@ impl Vfs {
     /// [`Vfs::write`].
     pub async fn copy_range(
         &self,
+        caller: Caller<'_>,
         range: CopyRange,
         len: u64,
         until: impl Send + 'static,
@@ -265,7 +280,8 @@ impl Vfs {
             return Ok(0);
         }
         let to = to.file()?;
-        to.write_until(range.to_offset, parts, until).await.map_err(|e| given_up(to, e))
+        let written = to.write_until(caller.operation, range.to_offset, parts, until).await;
+        written.map_err(|e| given_up(to, e))
     }
 
     /// syncfs(2): makes everything that was written through this mount stable.
@@ -332,7 +348,7 @@ impl Vfs {
     /// allocation that does not fit now fails with `ENOSPC`. `until` as in [`Vfs::write`].
     pub async fn fallocate(
         &self,
-        caller: Caller,
+        caller: Caller<'_>,
         handle: u64,
         (offset, len): (u64, u64),
         mode: i32,
@@ -350,7 +366,7 @@ impl Vfs {
             self.strip(caller, handle).await?;
         }
         if punches {
-            file.punch_until(offset, len, until).await?;
+            file.punch_until(caller.operation, offset, len, until).await?;
         } else {
             file.check_room(offset, len).await?;
         }
@@ -382,8 +398,8 @@ impl Vfs {
 /// no other append may happen.
 async fn append(
     file: &File,
-    at: u64,
-    tid: u32,
+    caller: Caller<'_>,
+    (at, tid): (u64, u32),
     data: Buf,
     until: impl Send + 'static,
 ) -> Result<usize> {
@@ -391,7 +407,7 @@ async fn append(
     // Only these cases cost a read of `/proc`.
     let writes = if more || file.kept_end().is_some() { calls::writes(tid) } else { None };
     let part = AppendPart { call: (tid, writes.unwrap_or(0)), offset: at, more };
-    let landed = file.append_part(vec![data], part, until).await?;
+    let landed = file.append_until(caller.operation, vec![data], Some(part), until).await?;
     if let Some(kept) = landed.kept {
         tokio::spawn(calls::watch(file.clone(), kept, tid, writes));
     }

@@ -138,7 +138,7 @@ impl Vfs {
     /// Changes the attributes of a removed directory. The kernel has checked the permission.
     pub(super) fn change_held(
         &self,
-        caller: Caller,
+        caller: Caller<'_>,
         ino: Ino,
         change: &Change,
         e: Error,

@@ -11,7 +11,7 @@ const MOST_GROUPS: usize = 4096;
 /// The caller's groups now. They are not cached: a thread may change them, and reading them costs
 /// far less than a request to the metadata server. Empty for root, which needs none, and where the
 /// caller is not visible (another process-id namespace, or gone).
-pub(super) fn of(caller: Caller) -> Vec<u32> {
+pub(super) fn of(caller: Caller<'_>) -> Vec<u32> {
     if caller.uid == 0 || caller.pid == 0 {
         return Vec::new();
     }
@@ -38,7 +38,7 @@ mod tests {
     #[test]
     fn root_and_strangers_have_none() {
         for (uid, pid) in [(0, 1), (5, 0), (5, u32::MAX)] {
-            assert!(of(Caller { uid, gid: uid, pid }).is_empty());
+            assert!(of(Caller { uid, gid: uid, pid, operation: None }).is_empty());
         }
     }
 }

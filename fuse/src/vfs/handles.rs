@@ -9,27 +9,28 @@ use std::{
 };
 
 use parking_lot::RwLock;
-use strake_client::Handover;
 use strake_proto::{Code, Error, Result};
+
+use crate::handover::HandoverMemory;
 
 /// Numbers that are never used twice during the life of a mount, across all its daemons.
 #[derive(Default)]
 pub(super) struct Numbering {
     given: AtomicU64,
-    keep: Option<Arc<Handover>>,
+    keep: Option<Arc<HandoverMemory>>,
 }
 
 /// The word of the handover memory with the count of numbers given out.
 const KEPT_COUNT: usize = 0;
 
 impl Numbering {
-    pub(super) fn new(keep: Option<Arc<Handover>>) -> Numbering {
+    pub(super) fn new(keep: Option<Arc<HandoverMemory>>) -> Numbering {
         Numbering { given: AtomicU64::new(0), keep }
     }
 
     /// The next number; the first one is 1.
     pub(super) fn next(&self) -> u64 {
-        let given = self.keep.as_ref().map_or(&self.given, |k| k.owner_word(KEPT_COUNT));
+        let given = self.keep.as_ref().map_or(&self.given, |k| k.mount_word(KEPT_COUNT));
         given.fetch_add(1, Ordering::Relaxed) + 1
     }
 }
@@ -79,7 +80,7 @@ mod tests {
 
     #[test]
     fn numbers_are_not_reused() {
-        let keep = Handover::create([1; 16], 1 << 22).unwrap();
+        let keep = HandoverMemory::create([1; 16], 1 << 22).unwrap();
         let (mine, first) = (Numbering::default(), Numbering::new(Some(keep.clone())));
         assert_eq!((mine.next(), mine.next(), first.next()), (1, 2, 1));
         assert_eq!(Numbering::new(Some(keep)).next(), 2, "the next daemon goes on");

@@ -7,8 +7,9 @@ use std::sync::{
 };
 
 use parking_lot::Mutex;
-use strake_client::Handover;
 use strake_proto::{ids::ROOT_INO, pb};
+
+use crate::handover::HandoverMemory;
 
 /// The first of the eleven words of the handover memory for it.
 const KEPT: usize = 4;
@@ -17,14 +18,14 @@ const KEPT: usize = 4;
 pub(crate) struct Known {
     pub(super) root: Mutex<Option<pb::Attr>>,
     pub(super) space: Mutex<Option<pb::StatfsReply>>,
-    keep: Option<Arc<Handover>>,
+    keep: Option<Arc<HandoverMemory>>,
 }
 
 impl Known {
     /// Begins with what an earlier daemon knew.
-    pub fn new(keep: Option<Arc<Handover>>) -> Known {
+    pub fn new(keep: Option<Arc<HandoverMemory>>) -> Known {
         let former =
-            keep.as_ref().map(|k| std::array::from_fn(|n| k.owner_word(KEPT + n).load(Acquire)));
+            keep.as_ref().map(|k| std::array::from_fn(|n| k.mount_word(KEPT + n).load(Acquire)));
         let (root, space) = former.map_or((None, None), read);
         Known { root: Mutex::new(root), space: Mutex::new(space), keep }
     }
@@ -44,7 +45,7 @@ impl Known {
         let (root, space) = (self.root.lock(), self.space.lock());
         // The first word says that there are values, so it is written last.
         for (n, word) in words(root.as_ref(), space.as_ref()).into_iter().enumerate().rev() {
-            keep.owner_word(KEPT + n).store(word, Release);
+            keep.mount_word(KEPT + n).store(word, Release);
         }
     }
 }
@@ -89,9 +90,10 @@ mod tests {
 
     #[test]
     fn the_next_daemon_knows_what_the_last_one_knew() {
-        let keep = Handover::create([1; 16], 1 << 20).unwrap();
-        let next =
-            || Known::new(Some(Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()));
+        let keep = HandoverMemory::create([1; 16], 1 << 20).unwrap();
+        let next = || {
+            Known::new(Some(HandoverMemory::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()))
+        };
         assert_eq!((next().root(), next().space()), (None, None));
         let known = Known::new(Some(keep.clone()));
         let space = pb::StatfsReply {

@@ -29,7 +29,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_client::{Client, File, Handover};
+use strake_client::{Client, File, Operation};
 use strake_fabric::{Buf, Pool};
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
 use strake_runtime::Record;
@@ -48,6 +48,8 @@ pub use strake_client::{Holder, Lock, LockKind, LockType};
 pub use subtree::find_subtree;
 pub use xattr::{MAP_HEAD, MAP_PART};
 
+use crate::handover::HandoverMemory;
+
 /// For the fuzz targets: parsers of external input.
 #[doc(hidden)]
 pub mod fuzzing {
@@ -65,12 +67,21 @@ pub mod fuzzing {
 }
 
 /// The caller of a request, as the kernel reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Caller {
+#[derive(Clone, Copy, Debug)]
+pub struct Caller<'a> {
     pub uid: u32,
     pub gid: u32,
     /// Thread id; 0 if the thread is in a process-id namespace that is not visible here.
     pub pid: u32,
+    /// What the request is to the client, if it may come again after a restart of the mount.
+    pub operation: Option<&'a Operation>,
+}
+
+impl<'a> Caller<'a> {
+    /// The caller of a change, with its credentials: see [`Vfs::creds`].
+    fn with(self, creds: &'a pb::Creds) -> strake_client::Caller<'a> {
+        strake_client::Caller { creds, operation: self.operation }
+    }
 }
 
 /// A new value for a time stamp.
@@ -125,7 +136,7 @@ pub struct CopyRange {
 
 pub struct Vfs {
     client: Client,
-    keep: Option<Arc<Handover>>,
+    keep: Option<Arc<HandoverMemory>>,
     numbering: Numbering,
     files: Table<OpenFile>,
     dirs: Table<OpenDir>,
@@ -183,8 +194,8 @@ struct OpenFile {
 }
 
 impl Vfs {
-    /// `keep`: the client's own handover memory, for what must outlive this process.
-    pub fn new(client: Client, keep: Option<Arc<Handover>>) -> Vfs {
+    /// `keep`: the memory of the mount, for what must outlive this process.
+    pub fn new(client: Client, keep: Option<Arc<HandoverMemory>>) -> Vfs {
         Vfs {
             client,
             numbering: Numbering::new(keep.clone()),
@@ -288,7 +299,7 @@ impl Vfs {
         self.client.pool()
     }
 
-    fn creds(&self, caller: Caller) -> pb::Creds {
+    fn creds(&self, caller: Caller<'_>) -> pb::Creds {
         pb::Creds { uid: caller.uid, gid: caller.gid, groups: groups::of(caller) }
     }
 

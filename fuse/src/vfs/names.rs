@@ -20,7 +20,7 @@ const COUNT_PAUSE: Duration = Duration::from_secs(10);
 
 impl Vfs {
     /// The inode that a name refers to.
-    pub async fn lookup(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
+    pub async fn lookup(&self, caller: Caller<'_>, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         let dir = self.inner(parent);
         if matches!(name, b"." | b"..") {
             return Box::pin(self.lookup_handle(caller, dir, name)).await;
@@ -75,7 +75,7 @@ impl Vfs {
         }
     }
 
-    pub async fn setattr(&self, caller: Caller, ino: Ino, change: Change) -> Result<pb::Attr> {
+    pub async fn setattr(&self, caller: Caller<'_>, ino: Ino, change: Change) -> Result<pb::Attr> {
         let ino = self.inner(ino);
         let mut wanted = pb::SetAttr {
             ino,
@@ -100,13 +100,14 @@ impl Vfs {
         let mut cut = None;
         match (change.size, change.handle) {
             (Some(size), Some(handle)) => {
-                cut = Some(self.files.get(handle)?.file()?.truncate(size).await?)
+                let open = self.files.get(handle)?;
+                cut = Some(open.file()?.truncate_for(caller.operation, size).await?)
             }
             (size, _) => wanted.size = size,
         }
         match cut {
             Some(attr) if wanted == (pb::SetAttr { ino, ..Default::default() }) => Ok(attr),
-            _ => match self.client.setattr(&self.creds(caller), wanted).await {
+            _ => match self.client.setattr(caller.with(&self.creds(caller)), wanted).await {
                 Ok(a) => {
                     self.folders.note(&a, None);
                     Ok(self.outer(a))
@@ -116,14 +117,14 @@ impl Vfs {
         }
     }
 
-    pub async fn readlink(&self, caller: Caller, ino: Ino) -> Result<Vec<u8>> {
+    pub async fn readlink(&self, caller: Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         self.client.readlink(&self.creds(caller), ino).await.map_err(stale)
     }
 
     /// Creates a file without opening it, a fifo, a socket or a device. `mode` includes the type.
     pub async fn mknod(
         &self,
-        c: Caller,
+        c: Caller<'_>,
         parent: Ino,
         name: &[u8],
         mode: u32,
@@ -132,60 +133,72 @@ impl Vfs {
     ) -> Result<pb::Attr> {
         let made = self
             .client
-            .mknod(&self.creds(c), self.inner(parent), name, Mode { bits: mode, umask }, rdev)
+            .mknod(
+                c.with(&self.creds(c)),
+                self.inner(parent),
+                name,
+                Mode { bits: mode, umask },
+                rdev,
+            )
             .await;
         made.inspect(|_| self.claims.told(parent, name))
     }
 
     pub async fn mkdir(
         &self,
-        c: Caller,
+        c: Caller<'_>,
         parent: Ino,
         name: &[u8],
         mode: u32,
         umask: u32,
     ) -> Result<pb::Attr> {
         let parent = self.inner(parent);
-        let made =
-            self.client.mkdir(&self.creds(c), parent, name, Mode { bits: mode, umask }).await;
+        let made = self
+            .client
+            .mkdir(c.with(&self.creds(c)), parent, name, Mode { bits: mode, umask })
+            .await;
         made.inspect(|a| self.folders.note(a, Some(parent)))
     }
 
     pub async fn symlink(
         &self,
-        caller: Caller,
+        caller: Caller<'_>,
         parent: Ino,
         name: &[u8],
         target: &[u8],
     ) -> Result<pb::Attr> {
-        let made = self.client.symlink(&self.creds(caller), self.inner(parent), name, target).await;
+        let creds = self.creds(caller);
+        let made = self.client.symlink(caller.with(&creds), self.inner(parent), name, target).await;
         made.inspect(|_| self.claims.told(parent, name))
     }
 
     pub async fn link(
         &self,
-        caller: Caller,
+        caller: Caller<'_>,
         ino: Ino,
         parent: Ino,
         name: &[u8],
     ) -> Result<pb::Attr> {
-        let made = self.client.link(&self.creds(caller), ino, self.inner(parent), name).await;
+        let creds = self.creds(caller);
+        let made = self.client.link(caller.with(&creds), ino, self.inner(parent), name).await;
         made.inspect(|_| self.claims.told(parent, name))
     }
 
-    pub async fn unlink(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<()> {
-        self.client.unlink(&self.creds(caller), self.inner(parent), name).await
+    pub async fn unlink(&self, caller: Caller<'_>, parent: Ino, name: &[u8]) -> Result<()> {
+        let creds = self.creds(caller);
+        self.client.unlink(caller.with(&creds), self.inner(parent), name).await
     }
 
-    pub async fn rmdir(&self, caller: Caller, parent: Ino, name: &[u8]) -> Result<()> {
-        let gone = self.client.rmdir(&self.creds(caller), self.inner(parent), name).await?;
+    pub async fn rmdir(&self, caller: Caller<'_>, parent: Ino, name: &[u8]) -> Result<()> {
+        let creds = self.creds(caller);
+        let gone = self.client.rmdir(caller.with(&creds), self.inner(parent), name).await?;
         self.folders.removed(gone);
         Ok(())
     }
 
     pub async fn rename(
         &self,
-        caller: Caller,
+        caller: Caller<'_>,
         from: (Ino, &[u8]),
         to: (Ino, &[u8]),
         flags: u32,
@@ -198,7 +211,7 @@ impl Vfs {
             ));
         }
         let (old, new) = ((self.inner(from.0), from.1), (self.inner(to.0), to.1));
-        self.client.rename(&self.creds(caller), old, new, flags).await?;
+        self.client.rename(caller.with(&self.creds(caller)), old, new, flags).await?;
         self.claims.told(to.0, to.1);
         Ok(())
     }
@@ -209,7 +222,7 @@ impl Vfs {
     }
 
     /// access(2) as `caller`; `mask` of `R_OK` 4, `W_OK` 2, `X_OK` 1.
-    pub async fn access(&self, caller: Caller, ino: Ino, mask: u32) -> Result<()> {
+    pub async fn access(&self, caller: Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
         self.client.access(&self.creds(caller), self.inner(ino), mask).await.map_err(stale)
     }
 }

@@ -1,13 +1,14 @@
 //! The records of handles that a mount keeps for its next daemon, and how that daemon opens them
 //! again: `docs/restart.md`.
 
-use std::sync::{Arc, atomic::AtomicU64};
+use std::sync::atomic::AtomicU64;
 
-use strake_client::{Former, Handover, Numbers};
+use strake_client::{Former, Handover, Operation};
 use strake_proto::{Code, Error, Ino};
 use strake_runtime::Record;
 
 use super::{Caller, OpenFile, Released, Vfs, dirs::OpenDir, owners::Key};
+use crate::handover::HandoverMemory;
 
 /// Words of a handle's record: its number, the inode, the kind, and further values by kind.
 mod word {
@@ -39,7 +40,7 @@ pub(super) fn closing(record: &Record) {
 
 /// Records that an owner takes locks through a handle.
 pub(super) fn keep_owner(
-    keep: &Handover,
+    keep: &HandoverMemory,
     (ino, flock, owner): Key,
     handle: u64,
     number: u64,
@@ -58,7 +59,7 @@ impl Vfs {
         handle: u64,
         ino: Ino,
         flags: i32,
-        caller: Caller,
+        caller: Caller<'_>,
     ) -> Option<Record> {
         let user = u64::from(caller.uid) << 32 | u64::from(caller.gid);
         self.keep.as_ref()?.put_handle(&[handle, ino, FILE, u64::from(flags as u32), user])
@@ -68,10 +69,10 @@ impl Vfs {
         self.keep.as_ref()?.put_handle(&[handle, ino, DIRECTORY])
     }
 
-    /// Opens again what an earlier daemon of this mount had open. `requests`: the requests it had
-    /// in progress. Returns the handles that it was just closing; the caller continues to close
+    /// Opens again what an earlier daemon of this mount had open. `operations`: what it
+    /// had in progress. Returns the handles that it was just closing; the caller continues to close
     /// them.
-    pub(crate) async fn take_over(&self, requests: &[Arc<Numbers>]) -> Vec<Released> {
+    pub(crate) async fn take_over(&self, operations: &[Operation]) -> Vec<Released> {
         let Some(keep) = &self.keep else { return Vec::new() };
         let (mut files, mut locks, mut closing) = (Vec::new(), Vec::new(), Vec::new());
         for record in keep.left_handles() {
@@ -89,7 +90,7 @@ impl Vfs {
             }
         }
         let former: Vec<Former> = files.iter().map(former).collect();
-        let opened = self.client.take_over(&former, requests).await;
+        let opened = self.client.take_over(&former, operations).await;
         for ((record, f), file) in files.into_iter().zip(&former).zip(opened) {
             let handle = record.get(word::HANDLE);
             let file = file.map_err(|e| {
@@ -140,8 +141,8 @@ impl Vfs {
     }
 
     /// A request of an earlier daemon will not come again.
-    pub(crate) fn abandon(&self, request: &Numbers) {
-        self.client.abandon(request);
+    pub(crate) fn abandon(&self, operation: &Operation) {
+        self.client.abandon(operation);
     }
 }
 

@@ -64,7 +64,7 @@ impl Vfs {
     /// be its own ".". `ESTALE`, also for inodes outside of the mount's root.
     pub(super) async fn lookup_handle(
         &self,
-        caller: Caller,
+        caller: Caller<'_>,
         ino: Ino,
         name: &[u8],
     ) -> Result<pb::Attr> {

@@ -43,7 +43,7 @@ fn no_data(what: impl Into<String>) -> Error {
 }
 
 impl Vfs {
-    pub async fn getxattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<Bytes> {
+    pub async fn getxattr(&self, caller: Caller<'_>, ino: Ino, name: &[u8]) -> Result<Bytes> {
         let ino = self.inner(ino);
         match of_mount(name) {
             Some(rest) => self.get_virtual(caller, ino, rest).await,
@@ -60,7 +60,7 @@ impl Vfs {
     /// `flags`: `XATTR_CREATE` 1, `XATTR_REPLACE` 2.
     pub async fn setxattr(
         &self,
-        caller: Caller,
+        caller: Caller<'_>,
         ino: Ino,
         name: &[u8],
         value: &[u8],
@@ -73,33 +73,36 @@ impl Vfs {
                 let spec = pb::LayoutSpec::decode(value).map_err(|e| {
                     Error::new(Code::Inval, format!("strake.spec is not a layout spec: {e}"))
                 })?;
-                self.client.set_layout(&creds, ino, Some(spec)).await
+                self.client.set_layout(caller.with(&creds), ino, Some(spec)).await
             }
             Some(b"seal") => {
                 let step = pb::Seal::decode(value).map_err(|e| {
                     Error::new(Code::Inval, format!("strake.seal is not a step of sealing: {e}"))
                 })?;
-                self.client.seal(&creds, pb::Seal { ino, ..step }).await.map(drop)
+                self.client.seal(caller.with(&creds), pb::Seal { ino, ..step }).await.map(drop)
             }
             Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be set")),
-            None => self.client.setxattr(&creds, ino, name, value, flags).await.map_err(stale),
+            None => {
+                let caller = caller.with(&creds);
+                self.client.setxattr(caller, ino, name, value, flags).await.map_err(stale)
+            }
         }
     }
 
-    pub async fn removexattr(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<()> {
+    pub async fn removexattr(&self, caller: Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
         let ino = self.inner(ino);
         let creds = self.creds(caller);
         match of_mount(name) {
-            Some(b"spec") => self.client.set_layout(&creds, ino, None).await,
+            Some(b"spec") => self.client.set_layout(caller.with(&creds), ino, None).await,
             Some(_) => {
                 Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be removed"))
             }
-            None => self.client.removexattr(&creds, ino, name).await.map_err(stale),
+            None => self.client.removexattr(caller.with(&creds), ino, name).await.map_err(stale),
         }
     }
 
     /// The names, each followed by a NUL.
-    pub async fn listxattr(&self, caller: Caller, ino: Ino) -> Result<Vec<u8>> {
+    pub async fn listxattr(&self, caller: Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         let ino = self.inner(ino);
         let names = match self.client.listxattr(&self.creds(caller), ino).await {
             Ok(names) => names,
@@ -113,7 +116,7 @@ impl Vfs {
         Ok(all)
     }
 
-    async fn get_virtual(&self, caller: Caller, ino: Ino, name: &[u8]) -> Result<Bytes> {
+    async fn get_virtual(&self, caller: Caller<'_>, ino: Ino, name: &[u8]) -> Result<Bytes> {
         let name = std::str::from_utf8(name).map_err(|_| no_data("no such strake.* attribute"))?;
         match name {
             "fid" => return Ok(Fid::from_ino(ino).to_string().into_bytes().into()),

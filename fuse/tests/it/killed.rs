@@ -12,8 +12,9 @@ use std::{
 use crate::common::Cluster;
 use crate::unmounted::unmounted;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
-use strake_client::Handover;
-use strake_fuse::{Mount, MountConfig, Transport, attach, can_mount, learn, mount, serve};
+use strake_fuse::{
+    HandoverMemory, Mount, MountConfig, Transport, attach, can_mount, learn, mount, serve,
+};
 
 /// Longer than any step takes; reached only where something hangs.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -219,7 +220,7 @@ async fn umount_does_not_wait_for_servers_that_went_away_just_after_mounting() {
     }
     // As a supervisor and its daemon do it: the mount exists before a daemon serves it.
     let cfg = MountConfig { fsname: "test".into(), ..MountConfig::new(dir.path()) };
-    let keep = Handover::create([7; 16], 64 << 20).unwrap();
+    let keep = HandoverMemory::create([7; 16], 64 << 20).unwrap();
     let client = cluster.client_keeping(&keep).await;
     learn(&cfg, &client, &keep).await.unwrap();
     let descriptors = attach(&cfg).unwrap();

@@ -6,8 +6,8 @@ use strake_client::{Client, Creds};
 use strake_fuse::vfs::{Caller, Change, Time, Vfs};
 use strake_proto::{Code, Ino};
 
-const ROOT: Caller = Caller { uid: 0, gid: 0, pid: 0 };
-const USER: Caller = Caller { uid: 5, gid: 5, pid: 0 };
+const ROOT: Caller = Caller { uid: 0, gid: 0, pid: 0, operation: None };
+const USER: Caller = Caller { uid: 5, gid: 5, pid: 0, operation: None };
 /// Linux's `FMODE_EXEC`: the kernel opens a program to run it.
 const EXEC: i32 = 0x20;
 

@@ -10,8 +10,7 @@ use crate::common::Cluster;
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair,
 };
-use strake_client::Handover;
-use strake_fuse::{Interim, MountConfig, learn, serve};
+use strake_fuse::{HandoverMemory, Interim, MountConfig, learn, serve};
 
 const LOOKUP: u32 = 1;
 const GETATTR: u32 = 3;
@@ -79,9 +78,9 @@ fn until_it_waits_to_write(fd: i32) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
     let cluster = Cluster::new();
-    let keep = Handover::create([7; 16], 64 << 20).unwrap();
+    let keep = HandoverMemory::create([7; 16], 64 << 20).unwrap();
     let _former = cluster.client_keeping(&keep).await;
-    let keep = Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
+    let keep = HandoverMemory::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
     let client = cluster.client_keeping(&keep).await;
 
     let (kernel, its) =
@@ -119,14 +118,14 @@ async fn it_asks_for_what_was_not_answered_before_it_reads_anything() {
 async fn it_has_the_kernel_forget_names_first() {
     let cluster = Cluster::new();
     for (minor, hour, forgets) in [(44, 3600, true), (44, 0, false), (43, 3600, false)] {
-        let keep = Handover::create([7; 16], 64 << 20).unwrap();
+        let keep = HandoverMemory::create([7; 16], 64 << 20).unwrap();
         let _former = cluster.client_keeping(&keep).await;
         // The FUSE version and flags as negotiated with a kernel of this version that has
         // FUSE_HAS_RESEND.
         for (n, word) in [(1, minor << 32), (2, 1 << 39)] {
-            keep.owner_word(n).store(word, std::sync::atomic::Ordering::Relaxed);
+            keep.mount_word(n).store(word, std::sync::atomic::Ordering::Relaxed);
         }
-        let keep = Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
+        let keep = HandoverMemory::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
         let client = cluster.client_keeping(&keep).await;
         let (kernel, its) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
@@ -152,10 +151,10 @@ async fn it_has_the_kernel_forget_names_first() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn while_it_waits_for_servers_only_those_who_leave_are_answered() {
     let cluster = Cluster::new();
-    let keep = Handover::create([7; 16], 64 << 20).unwrap();
+    let keep = HandoverMemory::create([7; 16], 64 << 20).unwrap();
     let client = cluster.client_keeping(&keep).await;
     learn(&MountConfig::new("/"), &client, &keep).await.unwrap();
-    let next = || Handover::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
+    let next = || HandoverMemory::open(keep.fd().try_clone_to_owned().unwrap()).unwrap();
     let (kernel, its) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     let its = [its];
@@ -165,7 +164,7 @@ async fn while_it_waits_for_servers_only_those_who_leave_are_answered() {
     );
     // As negotiated with a kernel that can resend: version 7.40, FUSE_HAS_RESEND.
     for (n, word) in [(1, 40 << 32), (2, 1 << 39)] {
-        keep.owner_word(n).store(word, std::sync::atomic::Ordering::Relaxed);
+        keep.mount_word(n).store(word, std::sync::atomic::Ordering::Relaxed);
     }
     let mut child = std::process::Command::new("true").spawn().unwrap();
     child.wait().unwrap();

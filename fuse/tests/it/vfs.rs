@@ -7,19 +7,19 @@ use strake_fuse::vfs::{Caller, Change, Place, Vfs};
 use strake_proto::Code;
 use tokio::time::Instant;
 
-const ROOT: Caller = Caller { uid: 0, gid: 0, pid: 0 };
+const ROOT: Caller = Caller { uid: 0, gid: 0, pid: 0, operation: None };
 
 #[tokio::test]
 async fn files_without_a_name() {
     let client = Cluster::new().client().await;
     let top = client.root();
     let vfs = Vfs::new(client.clone(), None);
-    let user = Caller { uid: 5, gid: 6, pid: 0 };
+    let user = Caller { uid: 5, gid: 6, pid: 0, operation: None };
     let (attr, open) = vfs.tmpfile(user, top, 0o666, 0o022, libc::O_RDWR).await.unwrap();
     assert_eq!((attr.nlink, attr.mode & 0o7777, attr.uid, attr.gid), (0, 0o644, 5, 6));
     let mut data = client.pool().get_now(5);
     data.copy_from_slice(b"hello");
-    assert_eq!(vfs.write(open.handle, Place::At(0), data.freeze(), ()).await.unwrap(), 5);
+    assert_eq!(vfs.write(ROOT, open.handle, Place::At(0), data.freeze(), ()).await.unwrap(), 5);
     assert_eq!(vfs.getattr(attr.ino).await.unwrap().attr.size, 5);
     let named = vfs.link(user, attr.ino, top, b"named").await.unwrap();
     assert_eq!((named.nlink, named.size), (1, 5));
@@ -45,7 +45,7 @@ async fn what_a_name_led_to_can_be_opened_and_followed_when_it_has_gone() {
     let (old, open) = vfs.create(me, top, b"f", 0o644, 0, libc::O_RDWR).await.unwrap();
     let mut data = client.pool().get_now(3);
     data.copy_from_slice(b"old");
-    vfs.write(open.handle, Place::At(0), data.freeze(), ()).await.unwrap();
+    vfs.write(ROOT, open.handle, Place::At(0), data.freeze(), ()).await.unwrap();
     vfs.release(open.handle).await;
     strange.symlink(me, top, b"l", b"there").await.unwrap();
     let file = vfs.lookup(me, top, b"f").await.unwrap();
@@ -96,7 +96,7 @@ async fn acls_are_answered_from_what_is_known_until_they_change() {
     vfs.removexattr(ROOT, dir, name).await.unwrap();
     assert_eq!(vfs.getxattr(ROOT, dir, name).await.unwrap_err().code, Code::NoData);
     // An open directory stays readable when its mode changes.
-    let user = Caller { uid: 5, gid: 5, pid: 0 };
+    let user = Caller { uid: 5, gid: 5, pid: 0, operation: None };
     let open = vfs.opendir(user, dir);
     vfs.readdir(open, 0, false, |_| true).await.unwrap();
     vfs.setattr(ROOT, dir, Change { mode: Some(0), ..Change::default() }).await.unwrap();
@@ -118,7 +118,7 @@ async fn space_is_told_while_the_servers_tell_it() {
             vfs.create(ROOT, client.root(), name, 0o600, 0, libc::O_RDWR).await.unwrap();
         let mut data = client.pool().get_now(5);
         data.copy_from_slice(b"hello");
-        vfs.write(open.handle, Place::At(1 << 20), data.freeze(), ()).await.unwrap();
+        vfs.write(ROOT, open.handle, Place::At(1 << 20), data.freeze(), ()).await.unwrap();
         vfs.flush(open.handle, 0).await.unwrap();
         vfs.release(open.handle).await;
         made.push(attr.ino);

@@ -7,9 +7,9 @@ use std::{
     sync::atomic::Ordering::{Acquire, Release},
 };
 
-use strake_client::{Client, Creds, Handover};
+use strake_client::{Client, Creds};
 use strake_fuse::{
-    Interim,
+    HandoverMemory, Interim,
     supervisor::{
         self, OTHER_LAYOUT, Program, SOCKET, Supervisor,
         control::{Ask, Control},
@@ -53,7 +53,7 @@ pub(super) async fn supervise(section: MountSection) -> Result<ExitCode> {
     make_way(&section.mountpoint)?;
     strake_fuse::can_mount(&section.mountpoint)?;
     let uuid = Env::system().random_bytes();
-    let keep = Handover::create(uuid, KEPT_BUFFERS)
+    let keep = HandoverMemory::create(uuid, KEPT_BUFFERS)
         .map_err(|e| Error::from(e).context("memory for the mount"))?;
     let mut lifeline = lifeline(&section, uuid);
     let dead = lifeline.as_ref().map_or_else(Vec::new, |l| l.dead.clone());
@@ -83,7 +83,7 @@ pub(super) async fn serve(
     if fds.is_empty() {
         return Err(Error::new(Code::Protocol, "the supervisor sent no handover memory"));
     }
-    let keep = match Handover::open(fds.remove(0)) {
+    let keep = match HandoverMemory::open(fds.remove(0)) {
         Ok(k) => k,
         Err(e) => {
             tracing::error!("{e}");
@@ -114,12 +114,12 @@ pub(super) async fn serve(
     let descriptors: Vec<OwnedFd> = match order {
         Message::TakeOver => {
             // The same folder as before, even if it was renamed.
-            mount.root = keep.owner_word(KEPT_ROOT).load(Acquire);
+            mount.root = keep.mount_word(KEPT_ROOT).load(Acquire);
             fds
         }
         _ => {
             mount.root = root(&section, &client).await?;
-            keep.owner_word(KEPT_ROOT).store(mount.root, Release);
+            keep.mount_word(KEPT_ROOT).store(mount.root, Release);
             let learning =
                 tokio::time::timeout(section.retry(), strake_fuse::learn(&mount, &client, &keep));
             learning.await.map_err(|_| {

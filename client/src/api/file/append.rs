@@ -10,7 +10,7 @@ use tokio::{sync::OwnedMutexGuard, time::Instant};
 use super::{File, Way};
 use crate::{
     data::buffers,
-    handover::{self, Appended},
+    handover::{Appended, operation::Operation},
     locks::End,
 };
 
@@ -69,7 +69,7 @@ impl File {
     /// other clients.
     pub async fn append(&self, data: Vec<Buf>) -> Result<u64> {
         let len = buffers::total(&data);
-        let landed = self.append_piece(data, None, ()).await?;
+        let landed = self.append_until(None, data, None, ()).await?;
         if landed.len < len {
             return Err(Error::new(Code::NoSpc, "no space left for all of the bytes"));
         }
@@ -77,33 +77,26 @@ impl File {
     }
 
     /// As [`File::append`]. A piece goes directly behind the one before it, if that one is recent
-    /// enough. Drops `until` as [`File::write_until`] does.
-    pub async fn append_part(
+    /// enough. `operation` and `until` are as for [`File::write_until`].
+    pub async fn append_until(
         &self,
-        data: Vec<Buf>,
-        part: Part,
-        until: impl Send + 'static,
-    ) -> Result<Landed> {
-        self.append_piece(data, Some(part), until).await
-    }
-
-    async fn append_piece(
-        &self,
+        operation: Option<&Operation>,
         data: Vec<Buf>,
         part: Option<Part>,
         until: impl Send + 'static,
     ) -> Result<Landed> {
         self.check(self.is_writable(), "writing")?;
-        let me = self.clone();
+        let (me, operation) = (self.clone(), operation.cloned());
         let appending = async move {
             let _until = until;
-            match handover::numbers().and_then(|n| n.append_again()) {
+            let operation = operation.as_ref();
+            match operation.and_then(Operation::append_again) {
                 Some(a) => Ok(Landed {
                     offset: a.offset,
-                    len: me.append_again(a, data).await?,
+                    len: me.append_again(a, data, operation).await?,
                     kept: None,
                 }),
-                None => me.append_new(data, part).await,
+                None => me.append_new(data, part, operation).await,
             }
         };
         self.0.core.shared.detached(appending).await
@@ -152,7 +145,12 @@ impl File {
         }
     }
 
-    async fn append_new(&self, data: Vec<Buf>, part: Option<Part>) -> Result<Landed> {
+    async fn append_new(
+        &self,
+        data: Vec<Buf>,
+        part: Option<Part>,
+        operation: Option<&Operation>,
+    ) -> Result<Landed> {
         // A new append by this handle ends the one before, unless this is a piece of it.
         let mut kept = self.0.tail.lock().take().filter(|t| part.is_some_and(|p| t.is_for(&p)));
         let len = buffers::total(&data);
@@ -170,14 +168,14 @@ impl File {
                 continue;
             }
             let offset = self.0.inode.append_end(tail.end.size);
-            if let Some(n) = handover::numbers() {
-                n.set_append(tail.end.session, offset, len as u64);
+            if let Some(o) = operation {
+                o.set_append(tail.end.session, offset, len as u64);
             }
-            let done = match self.write_now(offset, data.clone(), Way::only(tail.end.session)).await
-            {
+            let way = Way { operation, ..Way::only(tail.end.session) };
+            let done = match self.write_now(offset, data.clone(), way).await {
                 // The end was lost with the session. Nothing was sent.
                 Err(e) if e.code == Code::NoSession => {
-                    handover::numbers().iter().for_each(|n| n.clear_append());
+                    operation.into_iter().for_each(Operation::clear_append);
                     continue;
                 }
                 r => r?,
@@ -214,7 +212,12 @@ impl File {
 
     /// An append that an earlier daemon of the mount had in progress is written again at the same
     /// place. Other clients are told no size without it, so it waits for nothing.
-    async fn append_again(&self, a: Appended, data: Vec<Buf>) -> Result<usize> {
+    async fn append_again(
+        &self,
+        a: Appended,
+        data: Vec<Buf>,
+        operation: Option<&Operation>,
+    ) -> Result<usize> {
         let lost = |e: Error| match e.code {
             Code::NoSession => Error::new(
                 Code::Io,
@@ -223,6 +226,7 @@ impl File {
             _ => e,
         };
         let _using = self.0.core.use_to_change(self.0.inode.ino).await?;
-        self.write_now(a.offset, data, Way::only(a.session)).await.map_err(lost)
+        let way = Way { operation, ..Way::only(a.session) };
+        self.write_now(a.offset, data, way).await.map_err(lost)
     }
 }

@@ -3,18 +3,19 @@
 use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
 
 use super::{File, O_DSYNC, Teller};
-use crate::{read::cache::Change, write::back::Back};
+use crate::{handover::operation::Operation, read::cache::Change, write::back::Back};
 
 impl File {
     /// Makes `[offset, offset + len)` zeros without changing the size; whole 4 KiB blocks no longer
     /// take space. The change is unstable like a write. `EINVAL` for a length of 0.
     pub async fn punch(&self, offset: u64, len: u64) -> Result<()> {
-        self.punch_until(offset, len, ()).await
+        self.punch_until(None, offset, len, ()).await
     }
 
-    /// As [`File::punch`]; drops `until` as [`File::write_until`] does.
+    /// As [`File::punch`]; `operation` and `until` are as for [`File::write_until`].
     pub async fn punch_until(
         &self,
+        operation: Option<&Operation>,
         offset: u64,
         len: u64,
         until: impl Send + 'static,
@@ -23,10 +24,11 @@ impl File {
         if len == 0 {
             return Err(Error::new(Code::Inval, "a hole must have at least one byte"));
         }
-        let (me, end) = (self.clone(), offset.saturating_add(len).min(MAX_FILE_SIZE));
+        let end = offset.saturating_add(len).min(MAX_FILE_SIZE);
         if offset >= end {
             return Ok(()); // beyond all files
         }
+        let (me, operation) = (self.clone(), operation.cloned());
         let punching = async move {
             let _until = until;
             let h = &me.0;
@@ -39,7 +41,9 @@ impl File {
             h.inode.punches();
             let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
             let stable = h.flags & O_DSYNC != 0;
-            let outcome = h.core.updates.punch_range(&h.inode, offset..end, stable).await;
+            let punched =
+                h.core.updates.punch_range(&h.inode, offset..end, stable, operation.as_ref());
+            let outcome = punched.await;
             drop(change);
             h.inode.touched(&h.creds);
             if outcome.is_err() {

@@ -7,6 +7,7 @@ use strake_proto::{Code, Error, Result, SessionId};
 use super::{File, Way};
 use crate::{
     data::chains::session_lost,
+    handover::operation::Operation,
     inode::{O_ACCMODE, O_WRONLY},
     locks::page_uses::Using,
     locks::pages::Mode,
@@ -103,15 +104,16 @@ impl File {
     /// Writes back what was stored through a memory mapping of the file: as [`File::write`], but
     /// the file does not get longer, and bytes beyond its end are dropped. With `only`, fails with
     /// `EIO` and writes nothing in any other session: the bytes were stored before that session was
-    /// lost.
+    /// lost. `operation` is as for [`File::write_until`].
     pub async fn write_mapped(
         &self,
+        operation: Option<&Operation>,
         offset: u64,
         data: Buf,
         only: Option<SessionId>,
     ) -> Result<()> {
         self.check(self.is_writable(), "writing")?;
-        let me = self.clone();
+        let (me, operation) = (self.clone(), operation.cloned());
         let writing = async move {
             let (core, inode) = (&me.0.core, &me.0.inode);
             core.writeback.send_held(inode).await;
@@ -122,10 +124,8 @@ impl File {
             }
             let (len, tenure) =
                 ((end - offset) as usize, core.files.known_size(inode).map(|(_, tenure)| tenure));
-            let n = match me
-                .write_now(offset, vec![data.slice(0..len)], Way { only, within: true })
-                .await
-            {
+            let way = Way { only, within: true, operation: operation.as_ref() };
+            let n = match me.write_now(offset, vec![data.slice(0..len)], way).await {
                 Err(e) if e.code == Code::NoSession => return Err(session_lost()),
                 n => n?,
             };

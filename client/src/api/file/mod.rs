@@ -37,6 +37,7 @@ use crate::{
     config::Counters,
     core::Core,
     data::buffers,
+    handover::operation::{Caller, Operation},
     inode::{Inode, O_ACCMODE, O_APPEND, O_EXEC, O_RDWR, O_WRONLY, Open, Placed, Release, Writer},
     leases::open_cache,
     metadata::openings::Opening,
@@ -44,6 +45,7 @@ use crate::{
     read::cache::{Change, Part, Reader, Tenure, UNIT},
     read::readahead::ReadAhead,
     write::back::{Taken, covers, overlay},
+    write::updates::Numbers,
 };
 
 const O_TRUNC: u32 = 0o1000;
@@ -60,17 +62,19 @@ pub struct File(Arc<Handle>);
 
 /// How bytes are written.
 #[derive(Clone, Copy, Default)]
-struct Way {
+struct Way<'a> {
     /// With a session here, fails with `NoSession` and sends nothing in any other session.
     only: Option<SessionId>,
     /// The bytes lie within the size that the file had, and do not make it longer again after a
     /// truncate.
     within: bool,
+    /// See [`File::write_until`].
+    operation: Option<&'a Operation>,
 }
 
-impl Way {
-    fn only(session: SessionId) -> Way {
-        Way { only: Some(session), within: false }
+impl Way<'_> {
+    fn only(session: SessionId) -> Way<'static> {
+        Way { only: Some(session), ..Way::default() }
     }
 }
 
@@ -104,14 +108,20 @@ impl Client {
     /// Opens a regular file. `flags` as on Linux: access mode, O_APPEND (use [`File::append`]),
     /// O_TRUNC, O_DSYNC/O_SYNC (writes return when stable), O_DIRECT (no read-ahead). With Linux's
     /// `FMODE_EXEC` the permission to execute is enough.
-    pub async fn open(&self, creds: &pb::Creds, ino: Ino, flags: u32) -> Result<(File, pb::Attr)> {
+    pub async fn open(
+        &self,
+        caller: impl Into<Caller<'_>>,
+        ino: Ino,
+        flags: u32,
+    ) -> Result<(File, pb::Attr)> {
+        let Caller { creds, operation } = caller.into();
         let (mut flags, exec) = (flags & !O_EXEC, flags & O_EXEC);
         if open_cache::is_kept(flags)
             && let Some((open, attr)) = self.core.open_cache.open_kept(creds, ino)
         {
             return Ok((File::new(&self.core, open, creds, flags), attr));
         }
-        let (core, creds) = (self.core.clone(), creds.clone());
+        let (core, creds, operation) = (self.core.clone(), creds.clone(), operation.cloned());
         let opening = async move {
             if flags & O_ACCMODE != 0 {
                 core.shared.may_alter()?;
@@ -131,7 +141,7 @@ impl Client {
             }
             let r = r?;
             let file = core.file(r, &creds, flags, opening).await?;
-            file.truncate_at_open(flags & O_TRUNC != 0).await
+            file.truncate_at_open(operation, flags & O_TRUNC != 0).await
         };
         self.core.shared.detached(opening).await
     }
@@ -145,7 +155,7 @@ impl Client {
     /// (`EEXIST`). `layout` overrides the directory's default.
     pub async fn create(
         &self,
-        creds: &pb::Creds,
+        caller: impl Into<Caller<'_>>,
         parent: Ino,
         name: &[u8],
         mode: impl Into<Mode>,
@@ -153,7 +163,8 @@ impl Client {
         exclusive: bool,
         layout: Option<pb::LayoutSpec>,
     ) -> Result<(File, pb::Attr)> {
-        let (core, creds) = (self.core.clone(), creds.clone());
+        let Caller { creds, operation } = caller.into();
+        let (core, creds, operation) = (self.core.clone(), creds.clone(), operation.cloned());
         let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
@@ -167,10 +178,12 @@ impl Client {
                 umask,
             };
             let opening = core.metadata.opening(None, flags).await;
-            let r = ok(core.metadata.meta(&creds, vec![op(pb::op::Op::Create(create))]).await?)?;
+            let caller = Caller { creds: &creds, operation: operation.as_ref() };
+            let create = vec![op(pb::op::Op::Create(create))];
+            let r = ok(core.metadata.meta_for(caller, create).await?)?;
             let created = r.last().is_some_and(|r| r.created);
             let file = core.file(r, &creds, flags, opening).await?;
-            file.truncate_at_open(flags & O_TRUNC != 0 && !created).await
+            file.truncate_at_open(operation, flags & O_TRUNC != 0 && !created).await
         };
         self.core.shared.detached(opening).await
     }
@@ -180,13 +193,15 @@ impl Client {
     /// allows.
     pub async fn tmpfile(
         &self,
-        creds: &pb::Creds,
+        caller: impl Into<Caller<'_>>,
         parent: Ino,
         mode: impl Into<Mode>,
         flags: u32,
         linkable: bool,
     ) -> Result<(File, pb::Attr)> {
-        let (core, creds, Mode { bits, umask }) = (self.core.clone(), creds.clone(), mode.into());
+        let Caller { creds, operation } = caller.into();
+        let (core, creds, operation) = (self.core.clone(), creds.clone(), operation.cloned());
+        let Mode { bits, umask } = mode.into();
         let opening = async move {
             let flags_sent = flags & (O_ACCMODE | O_APPEND);
             let make = pb::Tmpfile {
@@ -198,7 +213,9 @@ impl Client {
                 layout: None,
             };
             let opening = core.metadata.opening(None, flags).await;
-            let r = ok(core.metadata.meta(&creds, vec![op(pb::op::Op::Tmpfile(make))]).await?)?;
+            let caller = Caller { creds: &creds, operation: operation.as_ref() };
+            let make = vec![op(pb::op::Op::Tmpfile(make))];
+            let r = ok(core.metadata.meta_for(caller, make).await?)?;
             let file = core.file(r, &creds, flags, opening).await?;
             let attr = file.attr();
             Ok((file, attr))
@@ -439,8 +456,15 @@ impl File {
         File(Arc::new(Handle::new(core, open, creds, flags)))
     }
 
-    async fn truncate_at_open(self, wanted: bool) -> Result<(File, pb::Attr)> {
-        let attr = if wanted && self.is_writable() { self.truncate(0).await? } else { self.attr() };
+    async fn truncate_at_open(
+        self,
+        operation: Option<Operation>,
+        wanted: bool,
+    ) -> Result<(File, pb::Attr)> {
+        let attr = match wanted && self.is_writable() {
+            true => self.truncate_for(operation.as_ref(), 0).await?,
+            false => self.attr(),
+        };
         Ok((self, attr))
     }
 
@@ -619,13 +643,15 @@ impl File {
     /// With [`crate::Config::write_back`] it may return before the bytes are sent: then the next
     /// sync or close reports an error.
     pub async fn write(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
-        self.write_until(offset, data, ()).await
+        self.write_until(None, offset, data, ()).await
     }
 
     /// As [`File::write`]; drops `until` when the write can have no further effect, even if the
-    /// caller has gone away.
+    /// caller has gone away. `operation`: what the write belongs to, if that may come again after a
+    /// restart of the mount.
     pub async fn write_until(
         &self,
+        operation: Option<&Operation>,
         offset: u64,
         data: Vec<Buf>,
         until: impl Send + 'static,
@@ -635,7 +661,7 @@ impl File {
         if taken == Taken::Held {
             return Ok(len);
         }
-        let me = self.clone();
+        let (me, operation) = (self.clone(), operation.cloned());
         let writing = async move {
             let _until = until;
             let (core, inode) = (&me.0.core, &me.0.inode);
@@ -651,7 +677,7 @@ impl File {
                 return Ok(len);
             }
             core.writeback.send_held_here(inode).await;
-            me.write_alone(offset, data).await
+            me.write_alone(offset, data, operation.as_ref()).await
         };
         self.0.core.shared.detached(writing).await
     }
@@ -679,11 +705,16 @@ impl File {
     }
 
     /// As [`File::write_now`], while no other client holds pages of the file.
-    async fn write_alone(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
+    async fn write_alone(
+        &self,
+        offset: u64,
+        data: Vec<Buf>,
+        operation: Option<&Operation>,
+    ) -> Result<usize> {
         let (core, ino) = (&self.0.core, self.0.inode.ino);
         loop {
             let using = core.use_to_change(ino).await?;
-            let way = Way { only: using.session(), within: false };
+            let way = Way { only: using.session(), operation, within: false };
             match self.write_now(offset, data.clone(), way).await {
                 // The lock was lost with the session. What was sent was sent under the lock.
                 Err(e) if e.code == Code::NoSession && way.only.is_some() => {}
@@ -696,7 +727,7 @@ impl File {
         &self,
         offset: u64,
         data: Vec<Buf>,
-        Way { only, within }: Way,
+        Way { only, within, operation }: Way<'_>,
     ) -> Result<usize> {
         let h = &self.0;
         self.tell_errors(Teller::Write)?;
@@ -713,8 +744,9 @@ impl File {
         let _turn = h.inode.ranges.lock(offset..end).await;
         h.inode.begins(&(offset..end));
         let change = Change::begin(&h.core.cache, h.inode.ino, offset..end);
+        let numbers = Numbers { only, operation };
         let (session, done, outcome) =
-            h.core.updates.write_range(&h.inode, offset, &data, (stable, only), room).await;
+            h.core.updates.write_range(&h.inode, offset, &data, stable, numbers, room).await;
         drop(change);
         if done > 0 {
             let range = offset..offset + done;
@@ -757,11 +789,19 @@ impl File {
     /// Truncates or extends the file. Returns when the bytes beyond the new size are gone from
     /// every replica.
     pub async fn truncate(&self, size: u64) -> Result<pb::Attr> {
+        self.truncate_for(None, size).await
+    }
+
+    /// As [`File::truncate`]; `operation` is as for [`File::write_until`].
+    pub async fn truncate_for(&self, operation: Option<&Operation>, size: u64) -> Result<pb::Attr> {
         self.check(self.is_writable(), "writing")?;
-        let me = self.clone();
+        let (me, operation) = (self.clone(), operation.cloned());
         let set = pb::SetAttr { ino: self.ino(), size: Some(size), ..Default::default() };
-        let h = &self.0;
-        h.core.shared.detached(async move { me.0.core.setattr(&me.0.creds, set, true).await }).await
+        let cutting = async move {
+            let caller = Caller { creds: &me.0.creds, operation: operation.as_ref() };
+            me.0.core.setattr(caller, set, true).await
+        };
+        self.0.core.shared.detached(cutting).await
     }
 
     /// Makes the file reach at least to `end`; new bytes read as zeros. Unlike [`File::truncate`]
@@ -775,7 +815,7 @@ impl File {
         let extending = async move {
             let (h, extend) =
                 (&me.0, op(pb::op::Op::Extend(pb::Extend { ino: me.ino(), end, holes: true })));
-            let r = h.core.files.meta_as_opener(&h.creds, vec![extend]).await?;
+            let r = h.core.files.meta_as_opener((&h.creds).into(), vec![extend]).await?;
             let attr = r.first().and_then(|r| r.attr.as_ref());
             let attr = attr.ok_or_else(|| {
                 Error::new(Code::Protocol, "the answer to an extension has no attributes")

@@ -11,7 +11,6 @@ use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll},
     io::Errno,
 };
-use strake_client::Handover;
 use strake_fabric::BufMut;
 use strake_proto::ids::ROOT_INO;
 
@@ -25,7 +24,7 @@ use super::{
     request::{self, Body, Head},
     serve::agreed_before,
 };
-use crate::vfs::Known;
+use crate::{handover::HandoverMemory, vfs::Known};
 
 /// A daemon that reaches its servers starts to serve long before this.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -43,7 +42,10 @@ pub struct Interim {
 impl Interim {
     /// Starts it for the mount with these descriptors. `None`: this kernel does not send requests
     /// again, so none may be read.
-    pub fn start(keep: &Arc<Handover>, descriptors: &[OwnedFd]) -> io::Result<Option<Interim>> {
+    pub fn start(
+        keep: &Arc<HandoverMemory>,
+        descriptors: &[OwnedFd],
+    ) -> io::Result<Option<Interim>> {
         let resends = agreed_before(keep).is_some_and(|a| a.has(abi::init::HAS_RESEND));
         let Some(first) = descriptors.first().filter(|_| resends) else { return Ok(None) };
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);

@@ -15,7 +15,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use strake_client::{Handover, Numbers, numbered};
+use strake_client::{Handover, Operation};
 use strake_fabric::Pool;
 use strake_proto::{Code, Ino, Result, pb};
 use tokio::{runtime::Handle, sync::Semaphore};
@@ -37,6 +37,7 @@ use super::{
 };
 use crate::{
     MountConfig,
+    handover::{HandoverMemory, LeftRequest},
     transport::errno,
     vfs::{
         Caller, Change, CopyRange, Leaving, Lock, LockType, Place, Released, Stat, Time, Vfs,
@@ -58,8 +59,8 @@ const COMES_AGAIN: Duration = Duration::from_secs(2);
 const KEPT_AGREED: [usize; 2] = [1, 2];
 
 /// The result of an earlier daemon's negotiation with the kernel.
-pub(super) fn agreed_before(keep: &Handover) -> Option<Agreed> {
-    Agreed::from_words(KEPT_AGREED.map(|n| keep.owner_word(n).load(Acquire)))
+pub(super) fn agreed_before(keep: &HandoverMemory) -> Option<Agreed> {
+    Agreed::from_words(KEPT_AGREED.map(|n| keep.mount_word(n).load(Acquire)))
 }
 
 /// Answers the requests of a mount.
@@ -69,9 +70,9 @@ pub(crate) struct Serve {
     taken: Arc<Semaphore>,
     lock_room: Arc<Semaphore>,
     interrupts: Interrupts,
-    keep: Option<Arc<Handover>>,
+    keep: Option<Arc<HandoverMemory>>,
     /// Requests that an earlier daemon had in progress, by number.
-    left: Arc<Mutex<BTreeMap<u64, Arc<Numbers>>>>,
+    left: Arc<Mutex<BTreeMap<u64, LeftRequest>>>,
 }
 
 /// State that the task of a request needs.
@@ -100,7 +101,7 @@ impl Serve {
         vfs: Arc<Vfs>,
         cfg: &MountConfig,
         agreed: Arc<OnceLock<Agreed>>,
-        keep: Option<Arc<Handover>>,
+        keep: Option<Arc<HandoverMemory>>,
     ) -> Serve {
         let bounds = Timeouts { attr: cfg.attr_timeout, entry: cfg.entry_timeout };
         if !bounds.entry.is_zero() {
@@ -109,7 +110,8 @@ impl Serve {
         let room = Arc::new(Semaphore::new(cfg.max_requests.max(1)));
         let left = keep.as_ref().map_or_else(Vec::new, |k| k.left_requests());
         // Their RELEASE was answered already, so it does not come again.
-        for closed in vfs.take_over(&left).await {
+        let operations: Vec<Operation> = left.iter().map(|r| r.operation.clone()).collect();
+        for closed in vfs.take_over(&operations).await {
             let vfs = vfs.clone();
             tokio::spawn(async move { vfs.finish_release(closed).await });
         }
@@ -139,7 +141,7 @@ impl Serve {
             lock_room: Arc::new(Semaphore::new(MOST_LOCK_WAITERS)),
             interrupts: Interrupts::default(),
             keep,
-            left: Arc::new(Mutex::new(left.into_iter().map(|n| (n.unique(), n)).collect())),
+            left: Arc::new(Mutex::new(left.into_iter().map(|r| (r.unique, r)).collect())),
         }
     }
 
@@ -182,11 +184,11 @@ impl Serve {
     /// descriptors.
     pub(crate) fn give_up_left(&self) -> Vec<(u64, usize)> {
         let left = std::mem::take(&mut *self.left.lock());
-        let one = |(unique, n): (u64, Arc<Numbers>)| {
-            self.core.vfs.abandon(&n);
-            (unique, n.owner_word() as usize)
+        let one = |r: LeftRequest| {
+            self.core.vfs.abandon(&r.operation);
+            (r.unique, r.channel)
         };
-        left.into_iter().map(one).collect()
+        left.into_values().map(one).collect()
     }
 
     /// After a while, gives up the requests of an earlier daemon that did not come again.
@@ -195,17 +197,16 @@ impl Serve {
         self.runtime.spawn(async move {
             tokio::time::sleep(COMES_AGAIN).await;
             let left = std::mem::take(&mut *left.lock());
-            left.values().for_each(|n| vfs.abandon(n));
+            left.values().for_each(|r| vfs.abandon(&r.operation));
         });
     }
 
-    /// The numbers that identify a request's changes: the same ones if an earlier daemon had the
-    /// request in progress.
-    fn numbers(&self, head: &Head, channel: usize) -> Option<Arc<Numbers>> {
+    /// The operation of a request: the same one if an earlier daemon had the request in progress.
+    fn operation(&self, head: &Head, channel: usize) -> Option<Operation> {
         let keep = self.keep.as_ref()?;
         let unique = head.unique & !abi::UNIQUE_RESEND;
         let left = if unique == head.unique { None } else { self.left.lock().remove(&unique) };
-        left.or_else(|| keep.begin(unique, channel as u64, head.node))
+        left.map(|r| r.operation).or_else(|| keep.begin(unique, channel as u64, head.node))
     }
 
     fn run(
@@ -214,7 +215,7 @@ impl Serve {
         patience: Patience,
         answer: Answer,
         work: Work,
-        numbers: Option<Arc<Numbers>>,
+        operation: Option<Operation>,
     ) {
         let Work { body, leaving, order } = work;
         // Register the request before waiting for anything: otherwise the kernel would send its
@@ -232,9 +233,9 @@ impl Serve {
                 Err(_) => return,
             },
         };
-        let numbers = match numbers {
-            None if !body.only_asks() => self.numbers(&head, answer.channel()),
-            numbers => numbers,
+        let operation = match operation {
+            None if !body.only_asks() => self.operation(&head, answer.channel()),
+            operation => operation,
         };
         let core = self.core.clone();
         let changes = patience == Patience::UntilKilled && !body.only_asks();
@@ -243,22 +244,22 @@ impl Serve {
         let is_write_back = matches!(body, Body::Write { from_mapping: true, .. });
         let passes = patience == Patience::UntilSignal
             || is_write_back
-            || numbers.as_ref().is_some_and(|n| n.is_awaited());
+            || operation.as_ref().is_some_and(Operation::is_awaited);
         self.runtime.spawn(async move {
             let mut place = Some(place);
             let reply = {
                 // Pinned in place, because a task reserves memory for each place that a future is
                 // moved to.
-                let work = std::pin::pin!(numbered(numbers.clone(), async {
+                let work = std::pin::pin!(async {
                     order.turn(&mut place).await;
                     let _room = if passes { None } else { core.room.acquire().await.ok() };
                     match (body, leaving) {
                         (Body::Flush { handle, .. }, Some(locks)) => {
                             empty(core.vfs.finish_flush(handle, locks).await)
                         }
-                        (body, _) => core.answer(head, body, order).await,
+                        (body, _) => core.answer(head, operation.as_ref(), body, order).await,
                     }
-                }));
+                });
                 tokio::select! {
                     biased;
                     reply = work => reply,
@@ -274,7 +275,7 @@ impl Serve {
                 }
             };
             core.send(answer, reply);
-            drop((waiting, place, numbers));
+            drop((waiting, place, operation));
         });
     }
 }
@@ -341,7 +342,7 @@ impl Handler for Serve {
         // Where the kernel cannot send requests again, the next daemon must know of every request:
         // it answers them with EIO.
         let comes_again = self.core.agreed.get().is_none_or(|a| a.has(abi::init::HAS_RESEND));
-        let early = if comes_again { None } else { self.numbers(&head, answer.channel()) };
+        let early = if comes_again { None } else { self.operation(&head, answer.channel()) };
         let order = self.core.order(&head, &body);
         if let Body::Read { handle, offset, size, .. } = body
             && matches!(order, Order::Nothing)
@@ -381,7 +382,7 @@ impl Handler for Serve {
     fn agreed(&self, agreed: Agreed) {
         if let Some(k) = &self.keep {
             for (n, word) in KEPT_AGREED.into_iter().zip(agreed.to_words()) {
-                k.owner_word(n).store(word, Release);
+                k.mount_word(n).store(word, Release);
             }
         }
     }
@@ -480,8 +481,14 @@ impl Core {
         }
     }
 
-    async fn answer(&self, head: Head, body: Body, order: Order) -> Reply {
-        let who = Caller { uid: head.uid, gid: head.gid, pid: head.pid };
+    async fn answer(
+        &self,
+        head: Head,
+        operation: Option<&Operation>,
+        body: Body,
+        order: Order,
+    ) -> Reply {
+        let who = Caller { uid: head.uid, gid: head.gid, pid: head.pid, operation };
         match body {
             Body::Open { .. }
             | Body::Create { .. }
@@ -544,7 +551,7 @@ impl Core {
     }
 
     /// Operations on names and attributes.
-    async fn name(&self, who: Caller, node: u64, body: Body) -> Reply {
+    async fn name(&self, who: Caller<'_>, node: u64, body: Body) -> Reply {
         let v = &self.vfs;
         match body {
             Body::Lookup { name } => match v.lookup(who, node, &name).await {
@@ -608,7 +615,7 @@ impl Core {
     }
 
     /// Operations on open files.
-    async fn file(&self, who: Caller, node: u64, body: Body, order: Order) -> Reply {
+    async fn file(&self, who: Caller<'_>, node: u64, body: Body, order: Order) -> Reply {
         let v = &self.vfs;
         match body {
             Body::Open { flags }
@@ -644,10 +651,11 @@ impl Core {
                 let len = data.len();
                 match from_mapping {
                     true => with(
-                        v.write_mapped(handle, offset, data, self.shared.writes_in(node)).await,
+                        v.write_mapped(who, handle, offset, data, self.shared.writes_in(node))
+                            .await,
                         |()| reply::written(len),
                     ),
-                    false => with(v.write(handle, place, data, order).await, reply::written),
+                    false => with(v.write(who, handle, place, data, order).await, reply::written),
                 }
             }
             Body::Getlk { handle, lock } => {
@@ -666,7 +674,7 @@ impl Core {
             Body::Ioctl { handle, command, room } => v
                 .ioctl(handle, command, room as usize)
                 .map_or(Reply::Error(libc::ENOTTY), |a| reply::answer(&a)),
-            Body::CopyRange(c) => self.copy(c, order).await,
+            Body::CopyRange(c) => self.copy(who, c, order).await,
             _ => Reply::Error(libc::ENOSYS),
         }
     }
@@ -705,7 +713,7 @@ impl Core {
         done
     }
 
-    async fn copy(&self, c: request::CopyRange, order: Order) -> Reply {
+    async fn copy(&self, who: Caller<'_>, c: request::CopyRange, order: Order) -> Reply {
         let range = CopyRange {
             from: c.from,
             from_offset: c.from_offset,
@@ -714,9 +722,9 @@ impl Core {
         };
         let made = |n| if c.wide { reply::number(n as u64) } else { reply::written(n) };
         match order {
-            Order::Nothing => with(self.vfs.copy_range(range, c.len, ()).await, made),
+            Order::Nothing => with(self.vfs.copy_range(who, range, c.len, ()).await, made),
             Order::Change(change) => {
-                let copied = self.vfs.copy_range(range, c.len, change.clone()).await;
+                let copied = self.vfs.copy_range(who, range, c.len, change.clone()).await;
                 // The kernel would drop what programs store to pages that it gets now. With this
                 // error it copies again, by reading and writing.
                 if copied.is_ok() && change.is_waited_for() {
@@ -729,7 +737,7 @@ impl Core {
         }
     }
 
-    async fn directory(&self, who: Caller, node: u64, body: Body) -> Reply {
+    async fn directory(&self, who: Caller<'_>, node: u64, body: Body) -> Reply {
         let v = &self.vfs;
         match body {
             Body::Opendir => reply::opened(v.opendir(who, node), 0),
@@ -748,7 +756,7 @@ impl Core {
         }
     }
 
-    async fn xattr(&self, who: Caller, node: u64, body: Body) -> Reply {
+    async fn xattr(&self, who: Caller<'_>, node: u64, body: Body) -> Reply {
         let v = &self.vfs;
         match body {
             Body::Getxattr { name, size } => {

@@ -11,8 +11,9 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_client::{Client, Config, Handover};
+use strake_client::{Client, Config};
 use strake_fabric::{Connection, Endpoint, Fabric, Listener, Message, Peer, Pool, Role, Service};
+use strake_fuse::HandoverMemory;
 use strake_mds::{
     cluster::chain_table::make_chains,
     namespace::{Namespace, RULES},
@@ -363,11 +364,11 @@ impl Cluster {
 
     /// A client with a handover: it keeps what the next client needs, or is the next client.
     #[allow(dead_code, reason = "not every test needs it")]
-    pub async fn client_keeping(&self, keep: &Arc<Handover>) -> Client {
+    pub async fn client_keeping(&self, keep: &Arc<HandoverMemory>) -> Client {
         self.connect(Some(keep.clone())).await
     }
 
-    async fn connect(&self, keep: Option<Arc<Handover>>) -> Client {
+    async fn connect(&self, keep: Option<Arc<HandoverMemory>>) -> Client {
         let cfg = Config { handover: keep, ..Config::new(vec![Endpoint::Sim(MDS)]) };
         Client::connect(cfg, Env::system(), self.fabric.clone()).await.unwrap()
     }
