@@ -6,7 +6,6 @@
 //! to one mount and what does not work.
 
 mod handover;
-mod memory;
 mod mount;
 mod mountpoint;
 pub mod supervisor;
@@ -15,7 +14,6 @@ mod transport;
 pub mod vfs;
 
 pub use handover::{HandoverMemory, LeftRequest};
-pub use memory::{MEMORY_FILE, MemoryLimit, can_mount, memory_byte, mount_memory_limit};
 pub use mount::{Mount, MountConfig, Transport, attach, learn, mount, serve};
 pub use mountpoint::{can_mount, fusermount, remount};
 pub use rustix::mount::MountFlags;

@@ -17,6 +17,7 @@ mod interrupts;
 mod mapped;
 mod moved;
 pub(crate) mod notify;
+mod order;
 mod pages;
 mod progress;
 mod reply;

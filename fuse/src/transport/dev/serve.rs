@@ -26,8 +26,9 @@ use super::{
     copies::{Copies, Recalls},
     init::Agreed,
     interrupts::{Interrupts, Patience},
-    mapped::{Changing, HasPages, Mapped, PageIn},
+    mapped::{HasPages, Mapped},
     moved::Moved,
+    order::Order,
     progress::{Progress, TakenSoFar},
     reply::{self, Entries, Reply, Taken, Timeouts},
     request::{self, Body, Head, Init, Request, SetAttr},
@@ -413,31 +414,6 @@ fn with<T>(result: Result<T>, make: impl FnOnce(T) -> Reply) -> Reply {
 /// A reply about an inode that was created at a name.
 fn made(result: Result<pb::Attr>, name: (Ino, &[u8])) -> Reply {
     with(result, |a| reply::entry(&a, name, Taken::Blindly))
-}
-
-/// The order of a request relative to the mappings of its file: `docs/mappings.md`.
-enum Order {
-    /// No order.
-    Nothing,
-    PageIn(PageIn),
-    Change(Arc<Changing>),
-    /// The request is refused.
-    HasPages,
-}
-
-impl Order {
-    /// Returns when the request may proceed. `place` is given back if write-backs must come first,
-    /// since they need a place.
-    async fn turn<T>(&self, place: &mut Option<T>) {
-        match self {
-            Order::PageIn(p) => p.turn().await,
-            Order::Change(c) if c.waits() => {
-                *place = None;
-                c.alone().await;
-            }
-            Order::Change(_) | Order::Nothing | Order::HasPages => {}
-        }
-    }
 }
 
 impl Core {
