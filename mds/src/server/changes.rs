@@ -59,6 +59,9 @@ fn check_moves(ops: &[pb::Op]) -> Result<()> {
     Err(Error::new(Code::TooBig, m))
 }
 
+/// The answer to a request for a lock that need not have been refused.
+const RELEASED: &str = "the lock in the way was released meanwhile; try again";
+
 /// See the module.
 pub(super) struct Changes {
     pub member: Arc<Member>,
@@ -133,8 +136,7 @@ impl Changes {
         }
         recalls.settled(term, &depends).await?;
         if self.locks.was_refused_for_nothing(call, &ops, &reply.results).await? {
-            let m = "the lock in the way was released meanwhile; try again";
-            return Ok(refusal(&Error::new(Code::Overloaded, m)));
+            return Ok(refusal(&Error::new(Code::Overloaded, RELEASED)));
         }
         if reply.results.iter().all(ok) {
             self.wait_for_held_back(call, &ops, &reply.results).await?;
