@@ -205,7 +205,7 @@ pub struct KeptWrite {
     /// The chunk's version after it.
     pub version: Version,
     /// The boot ids of the replicas that have it.
-    pub stamps: Vec<Stamp>,
+    pub boot_ids: Vec<BootId>,
 }
 
 impl KeptWrite {
@@ -228,7 +228,7 @@ impl KeptWrite {
             session,
             seq: 0,
             version: Version::default(),
-            stamps: Vec::new(),
+            boot_ids: Vec::new(),
         }
     }
 
@@ -244,7 +244,7 @@ impl KeptWrite {
             session,
             seq,
             version: Version::default(),
-            stamps: Vec::new(),
+            boot_ids: Vec::new(),
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::common::*;
+use crate::{common::*, left::*};
 use strake_client::{Client, Config, File, Former, Handover as _};
 use strake_fabric::Buf;
 use strake_fuse::HandoverMemory;

@@ -6,6 +6,7 @@ mod common;
 mod faults;
 mod holes;
 mod io;
+mod left;
 mod opens;
 mod takeover;
 mod writeback;

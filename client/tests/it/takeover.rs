@@ -4,7 +4,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use crate::common::*;
+use crate::{common::*, left::*};
 use strake_client::{Caller, Client, Config, File, Former, Operation};
 use strake_fabric::Buf;
 use strake_fuse::HandoverMemory;

@@ -3,7 +3,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use crate::common::*;
+use crate::{common::*, left::*};
 use proptest::prelude::*;
 use strake_client::{Client, Config, File, Former};
 use strake_fabric::Buf;

@@ -2,7 +2,7 @@ use strake_client::{Appended, OperationRecord, WriteKind};
 use strake_fabric::KeptAt;
 use strake_proto::{
     ChunkId,
-    data::{Stamp, Version},
+    data::{BootId, Version},
 };
 
 use super::{requests::Request, *};
@@ -18,7 +18,10 @@ fn write(n: u64) -> KeptWrite {
         session: 6,
         seq: 7,
         version: Version { epoch: 8, number: 9 },
-        stamps: vec![Stamp { target: 1, stamp: 2 }, Stamp { target: u32::MAX, stamp: u64::MAX }],
+        boot_ids: vec![
+            BootId { target: 1, number: 2 },
+            BootId { target: u32::MAX, number: u64::MAX },
+        ],
     }
 }
 

@@ -6,12 +6,12 @@ use strake_client::{KeptWrite, LeftWrite, WriteKind, WriteRecord};
 use strake_fabric::{Buf, KeptAt, Pool};
 use strake_proto::{
     ChunkId,
-    data::{Stamp, Version},
+    data::{BootId, Version},
 };
 use strake_runtime::Record;
 
 /// Most copies of a chunk.
-const MOST_STAMPS: usize = 3;
+const MOST_BOOT_IDS: usize = 3;
 
 /// Words of a write's record.
 mod word {
@@ -27,15 +27,15 @@ mod word {
     pub const SEQ: usize = 7;
     pub const EPOCH: usize = 8;
     pub const VERSION: usize = 9;
-    pub const STAMPS: usize = 10;
+    pub const BOOT_IDS: usize = 10;
     pub const LEN: usize = 11;
     /// Where the bytes are: a block of the pool, its capacity (0: they are not kept), and the start.
     pub const BLOCK: usize = 12;
     pub const CAPACITY: usize = 13;
     pub const START: usize = 14;
     pub const KIND: usize = 15;
-    /// The first of two words for each copy: target and stamp.
-    pub const FIRST_STAMP: usize = 16;
+    /// The first of two words for each copy: target and number.
+    pub const FIRST_BOOT_ID: usize = 16;
 }
 
 /// Values of the word `KIND`. Every other one is a punch.
@@ -47,7 +47,7 @@ mod kind {
 }
 
 /// Words of a record.
-pub(super) const WORDS: usize = word::FIRST_STAMP + 2 * MOST_STAMPS;
+pub(super) const WORDS: usize = word::FIRST_BOOT_ID + 2 * MOST_BOOT_IDS;
 
 pub(super) fn boxed(record: Record) -> Box<dyn WriteRecord> {
     Box::new(Write(record))
@@ -81,7 +81,7 @@ pub(super) fn words(order: u64, write: &KeptWrite, at: Option<KeptAt>) -> [u64; 
     w[word::SESSION] = write.session;
     w[word::EPOCH] = write.version.epoch;
     w[word::VERSION] = write.version.number;
-    w[word::STAMPS] = write.stamps.len() as u64;
+    w[word::BOOT_IDS] = write.boot_ids.len() as u64;
     w[word::LEN] = write.len as u64;
     if let Some(at) = at {
         (w[word::BLOCK], w[word::CAPACITY]) = (at.block as u64, at.capacity as u64);
@@ -93,17 +93,17 @@ pub(super) fn words(order: u64, write: &KeptWrite, at: Option<KeptAt>) -> [u64; 
         WriteKind::Sent => (kind::SENT, write.seq),
         WriteKind::Held { uid, gid } => (kind::HELD, u64::from(uid) << 32 | u64::from(gid)),
     };
-    for (i, s) in write.stamps.iter().take(MOST_STAMPS).enumerate() {
-        w[word::FIRST_STAMP + 2 * i] = u64::from(s.target);
-        w[word::FIRST_STAMP + 2 * i + 1] = s.stamp;
+    for (i, s) in write.boot_ids.iter().take(MOST_BOOT_IDS).enumerate() {
+        w[word::FIRST_BOOT_ID + 2 * i] = u64::from(s.target);
+        w[word::FIRST_BOOT_ID + 2 * i + 1] = s.number;
     }
     w
 }
 
 fn read(r: &Record) -> (KeptWrite, Option<KeptAt>) {
-    let stamp = |i| {
-        let at = word::FIRST_STAMP + 2 * i;
-        Stamp { target: r.get(at) as u32, stamp: r.get(at + 1) }
+    let boot_id = |i| {
+        let at = word::FIRST_BOOT_ID + 2 * i;
+        BootId { target: r.get(at) as u32, number: r.get(at + 1) }
     };
     let (len, seq) = (r.get(word::LEN) as usize, r.get(word::SEQ));
     let (capacity, start) = (r.get(word::CAPACITY) as usize, r.get(word::START) as usize);
@@ -128,7 +128,7 @@ fn read(r: &Record) -> (KeptWrite, Option<KeptAt>) {
         session: r.get(word::SESSION),
         seq,
         version: Version { epoch: r.get(word::EPOCH), number: r.get(word::VERSION) },
-        stamps: (0..(r.get(word::STAMPS) as usize).min(MOST_STAMPS)).map(stamp).collect(),
+        boot_ids: (0..(r.get(word::BOOT_IDS) as usize).min(MOST_BOOT_IDS)).map(boot_id).collect(),
     };
     // A damaged place has no bytes.
     (write, (capacity != 0 && start.saturating_add(len) <= capacity).then_some(at))

@@ -18,7 +18,7 @@ async fn two() -> (Vfs, Client) {
     (Vfs::new(its, None), other)
 }
 
-fn thread(pid: u32) -> Caller {
+fn thread(pid: u32) -> Caller<'static> {
     Caller { pid, ..ROOT }
 }
 

@@ -13,9 +13,8 @@ use std::sync::Arc;
 pub use mds::Mds;
 pub use net::{MemFabric, Net, config, env};
 pub use oss::Oss;
-use strake_client::{Client, Config, Creds, Handover, Operation};
+use strake_client::{Client, Config, Creds};
 use strake_fabric::Buf;
-use strake_fuse::{HandoverMemory, LeftRequest};
 use strake_proto::{CapKey, pb};
 
 pub const MDS: [u32; 3] = [1, 2, 3];
@@ -162,23 +161,6 @@ pub fn join(bufs: &[Buf]) -> Vec<u8> {
 /// A layout over all chains from chain 0.
 pub fn striped(stripe_size: u32, count: i32) -> Option<pb::LayoutSpec> {
     Some(pb::LayoutSpec { stripe_size, stripe_count: count, ..Default::default() })
-}
-
-/// The memory that a process left, as the next one finds it.
-pub fn next(keep: &HandoverMemory) -> Arc<HandoverMemory> {
-    HandoverMemory::open(keep.fd().try_clone_to_owned().unwrap()).unwrap()
-}
-
-/// What the requests that a process left are to the client.
-pub fn operations(left: &[LeftRequest]) -> Vec<Operation> {
-    left.iter().map(|r| r.operation.clone()).collect()
-}
-
-/// Bytes as a mount passes them on: in handover memory.
-pub fn kept(keep: &HandoverMemory, byte: u8, len: usize) -> Vec<Buf> {
-    let mut b = keep.pool().get_now(len);
-    b.fill(byte);
-    vec![b.freeze()]
 }
 
 /// Runs a client until `live` returns, then kills it: it is in a runtime that ends, and nothing of

@@ -11,7 +11,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use prost::Message as _;
-use strake_client::{Client, Config};
+use strake_client::{Client, Config, Handover};
 use strake_fabric::{Connection, Endpoint, Fabric, Listener, Message, Peer, Pool, Role, Service};
 use strake_fuse::HandoverMemory;
 use strake_mds::{
@@ -368,7 +368,7 @@ impl Cluster {
         self.connect(Some(keep.clone())).await
     }
 
-    async fn connect(&self, keep: Option<Arc<HandoverMemory>>) -> Client {
+    async fn connect(&self, keep: Option<Arc<dyn Handover>>) -> Client {
         let cfg = Config { handover: keep, ..Config::new(vec![Endpoint::Sim(MDS)]) };
         Client::connect(cfg, Env::system(), self.fabric.clone()).await.unwrap()
     }
