@@ -55,7 +55,9 @@ fn head(uuid: [u8; 16], bytes: usize) -> Vec<u8> {
 }
 
 fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    bytes[at..at + N].try_into().expect("as long as it was asked for")
+    let mut out = [0; N];
+    out.copy_from_slice(&bytes[at..at + N]);
+    out
 }
 
 /// The UUID in an answer, if the answer is valid.

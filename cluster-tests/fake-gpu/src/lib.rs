@@ -574,9 +574,9 @@ impl GpuMem for FakeGpu {
                 return Err(refused(format!("{already} of {limit} bytes are taken")));
             }
             Some(_) => {}
-            // SAFETY: the caller says that these pages are mapped; locking them changes none of
-            // their bytes.
             None => {
+                // SAFETY: the caller says that these pages are mapped; locking them changes none of
+                // their bytes.
                 unsafe { mlock(start.cast(), len) }.map_err(|e| refused(format!("mlock: {e}")))?
             }
         }

@@ -425,6 +425,7 @@ fn creates_per_second() {
         };
         log.push((fs.index + i, 1, entry(fs.now, Command::Meta(m))));
     }
+    #[allow(clippy::disallowed_methods, reason = "the test measures")]
     let start = std::time::Instant::now();
     for chunk in log.chunks(batch as usize) {
         let last = chunk[chunk.len() - 1].0;
