@@ -277,7 +277,8 @@ fn commands(fs: &Fs, n: u64) -> Vec<Command> {
         Command::GiveUp(pb::GiveUp { targets: vec![n32] }),
         Command::EndFound(pb::EndFound { ino: n, fence: n, change: n, end: n }),
         Command::Settings(pb::Settings { min_copies: n32 }),
-        Command::RaiseLevel(pb::RaiseLevel { to: n32 }),
+        // An unknown level stops a member, as it must.
+        Command::RaiseLevel(pb::RaiseLevel { to: n32.min(1) }),
         Command::ChainsAnew(pb::ChainsAnew { chains: vec![pb::Chain { epoch: n, ..chain }] }),
         repair(What::Chunks(pb::RepairChunks {
             ino: n,

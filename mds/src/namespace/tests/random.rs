@@ -263,6 +263,7 @@ fn command(d: &mut Dice, fs: &Fs, seqs: &mut [u64; 3], newer: bool) -> Command {
                 ..Default::default()
             })
         }
+        7 if newer && d.one_in(8) => Command::RaiseLevel(pb::RaiseLevel { to: 1 }),
         7 if newer && d.one_in(8) => {
             Command::Settings(pb::Settings { min_copies: d.below(5) as u32 })
         }
