@@ -663,7 +663,7 @@ mod tests {
                 .1
                 .unwrap_err()
                 .message
-                .contains("makes it bounce-rdma")
+                .contains("makes its tier bounce-rdma")
         );
     }
 

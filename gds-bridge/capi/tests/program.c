@@ -46,7 +46,7 @@ int main(int n, char **arg) {
   bad = o, bad.mds = NULL;
   refuses(strakegds_open(&bad, &b), EINVAL, "mds is NULL");
   bad = o, bad.memory = "gpu";
-  refuses(strakegds_open(&bad, &b), EINVAL, "no memory");
+  refuses(strakegds_open(&bad, &b), EINVAL, "not a memory");
   bad = o, bad.fabric = "ether";
   refuses(strakegds_open(&bad, &b), EINVAL, "'ether'");
   bad = o, bad.policy = "best";

@@ -489,7 +489,7 @@ async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
     assert!(failed.error.message.contains("came over rdma"), "{failed}");
     assert_eq!((failed.error.code, failed.report.moved()), (Code::Io, 0));
     let failed = bridge.save(&all, BOUNCE).await.unwrap_err();
-    assert!(failed.error.message.contains("which makes it bounce-rdma"), "{failed}");
+    assert!(failed.error.message.contains("which makes its tier bounce-rdma"), "{failed}");
     assert_eq!(failed.report.moved(), failed.report.by_tier[Tier::BounceRdma]);
 
     // When RDMA goes away, the call is refused before anything moves. When it comes back, the next

@@ -78,7 +78,7 @@ async fn policies_that_exclude_each_other_move_nothing() {
     assert_eq!(twice.code, Code::Inval);
     all[1].file = Arc::new(own);
     let failed = bridge.save(&all, Policy::AtLeast(Tier::BounceRdma)).await.unwrap_err();
-    refused(failed, ["file of range 1 is require:bounce-tcp", "call is at-least:bounce-rdma"]);
+    refused(failed, ["file of range 1 is require:bounce-tcp", "policies is at-least:bounce-rdma"]);
     assert_eq!(mem.copied(), before);
     assert!(bridge.load(&all, Policy::Prefer).await.unwrap().is_all(Tier::BounceTcp));
 }

@@ -141,7 +141,7 @@ impl RefusedTarget {
     /// It is looked at from time to time.
     pub(super) fn is_looked_at(&self, every: Duration) {
         *self.now.lock() =
-            format!("it is looked at again every {every:?}, and at SIGHUP; {NEXT_STEP}");
+            format!("it is checked again every {every:?}, and at SIGHUP; {NEXT_STEP}");
     }
 
     /// Sets its state. Logs a change once.
@@ -315,7 +315,11 @@ mod tests {
         assert_eq!(said(&m, "oss1", &new).1, "");
         for (of, code, what) in [
             (TargetIdentity { fs_uuid: [7; 16], ..of() }, Code::Inval, "another cluster"),
-            (TargetIdentity { target_uuid: [9; 16], ..of() }, Code::Inval, "no target 2"),
+            (
+                TargetIdentity { target_uuid: [9; 16], ..of() },
+                Code::Inval,
+                "does not have target 2",
+            ),
             (TargetIdentity { target_id: 5, ..of() }, Code::Inval, "knows it as 2"),
         ] {
             let (is, said) = said(&m, "oss1", &of);
@@ -342,10 +346,10 @@ mod tests {
             needed(&MapView::new(map(states)).unwrap(), &of(), Some(&used)).unwrap_or_default()
         };
         assert_eq!(why(&[ReplicaOffline, ReplicaLastsrv], &[0]), "");
-        assert!(why(&[ReplicaOffline, ReplicaLastsrv], &[1]).contains("chains 1 "));
+        assert!(why(&[ReplicaOffline, ReplicaLastsrv], &[1]).contains("chains 1;"));
         for state in [ReplicaServing, ReplicaSyncing, ReplicaWaiting] {
             assert!(
-                why(&[state], &[]).contains("chains 0 "),
+                why(&[state], &[]).contains("chains 0;"),
                 "{state:?}: the map is to say that it is out"
             );
         }
@@ -358,17 +362,20 @@ mod tests {
         assert_eq!(why(map(&[]), &of()), "", "it has no chain");
         for state in [ReplicaServing, ReplicaSyncing, ReplicaWaiting, ReplicaLastsrv] {
             let said = why(map(&[ReplicaOffline, state]), &of());
-            assert!(said.starts_with("of chains 1 it may be the last"), "{state:?}: {said}");
+            assert!(
+                said.starts_with("it may be the last replica in sync of chains 1;"),
+                "{state:?}: {said}"
+            );
         }
         let mut alive = map(&[ReplicaOffline]);
         alive.targets[1].alive = true;
         assert!(why(alive, &of()).contains("lease"));
         let mut doubt = map(&[ReplicaOffline]);
         doubt.doubts = vec![pb::Doubt { chain: 0, ..Default::default() }];
-        assert!(why(doubt, &of()).contains("recovered"));
+        assert!(why(doubt, &of()).contains("recovery"));
         let mut gone = map(&[]);
         gone.targets.pop();
-        assert!(why(gone.clone(), &of()).contains("no target 2 any more"));
+        assert!(why(gone.clone(), &of()).contains("no longer has target 2"));
         let new = TargetIdentity { fs_uuid: [0; 16], target_id: TARGET_UNASSIGNED, ..of() };
         assert_eq!(why(gone, &new), "", "it was never in a cluster");
         let (elsewhere, later) = (

@@ -134,7 +134,7 @@ fn what_a_cluster_was_made_with_holds_and_status_tells_by_its_exit() {
     for (option, was) in
         [("--mirror=2", "--mirror 1"), ("--target-gib=2", "--target-gib 1"), ("--oss=2", "--oss 1")]
     {
-        refused(&c.up(&[option]), &["was made with", was, "leave it out"]);
+        refused(&c.up(&[option]), &["was made with", was, "Leave the option out"]);
     }
     let out = ok(&c.up(&[]));
     assert!(!out.contains("mount  "), "it has none: {out}");

@@ -32,7 +32,7 @@ const NUMBERS: [u64; 16] = [
 /// Operations that there are; [`is_known`] does not compile with another one.
 const OPS: usize = 31;
 /// Commands that there are; [`is_known_command`] does not compile with another one.
-const COMMANDS: usize = 18;
+const COMMANDS: usize = 19;
 
 fn is_known(op: &Op) {
     use Op::*;
