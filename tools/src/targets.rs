@@ -593,13 +593,13 @@ mod tests {
         };
         assert_eq!(of(&[], &[]), "");
         let silent = of(&[], &unknown);
-        assert!(!silent.contains("only good copy") && silent.contains("not known"), "{silent}");
+        assert!(!silent.contains("only good copy") && silent.contains("could be asked"), "{silent}");
         let both = of(&lost, &unknown);
         let at = |what: &str| both.find(what).unwrap_or(usize::MAX);
         assert!(
             at("only good copy") < at("/f:")
-                && at("/f:") < at("not known")
-                && at("not known") < at("a:1"),
+                && at("/f:") < at("could be asked")
+                && at("could be asked") < at("a:1"),
             "{both}"
         );
     }

@@ -123,7 +123,7 @@ fn wrong_arguments_are_refused() {
     refused(&gds(&["probe", "--policy=best"]).output().unwrap(), &["best", "at-least:TIER"]);
     refused(
         &gds(&["probe", "--policy=require:rdma"]).output().unwrap(),
-        &["`rdma` is no tier", "gpu-rdma"],
+        &["`rdma` is not a tier", "gpu-rdma"],
     );
     for bad in [
         ["status", "--timeout=0"],
