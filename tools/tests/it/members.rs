@@ -267,7 +267,7 @@ fn members_are_added_transferred_replaced_and_restarted_under_a_mount() {
     for old in 1..=3u64 {
         let (at, _) = g.join(4 + old as usize);
         until("the replacement", || g.mds(&["replace", &old.to_string(), &at]).status.success());
-        assert!(ok(&g.mds(&["replace", &old.to_string(), &at])).contains("before"));
+        assert!(ok(&g.mds(&["replace", &old.to_string(), &at])).contains("already"));
         g.first_ends(old);
     }
     g.in_order();
