@@ -175,7 +175,7 @@ fn a_target_is_added_to_a_server_that_serves() {
     refused(&add(&config, &own, &gib), &["already"]);
     refused(&add(&config, &c.dir().join("logs"), &gib), &["nothing was added"]);
     assert_eq!(fs::read_to_string(&config).unwrap(), before);
-    assert!(ok(&add(&config, &new, &gib)).contains("target 4 is new"));
+    assert!(ok(&add(&config, &new, &gib)).contains("target 4 was added"));
     c.until("it takes its part", || c.target(4)["replicas"].as_u64() > Some(0));
     assert!(c.target(4)["server"] == "oss3");
     // The target is there again after a restart.
