@@ -593,7 +593,10 @@ mod tests {
         };
         assert_eq!(of(&[], &[]), "");
         let silent = of(&[], &unknown);
-        assert!(!silent.contains("only good copy") && silent.contains("could be asked"), "{silent}");
+        assert!(
+            !silent.contains("only good copy") && silent.contains("could be asked"),
+            "{silent}"
+        );
         let both = of(&lost, &unknown);
         let at = |what: &str| both.find(what).unwrap_or(usize::MAX);
         assert!(

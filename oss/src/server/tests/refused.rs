@@ -56,7 +56,7 @@ async fn a_missing_disk_costs_its_target_alone_and_is_taken_in_when_it_is_back()
             fs::create_dir(&own).unwrap();
         }
         b.start(1).await;
-        assert_eq!(b.serves(1), [2]);
+        assert_eq!(b.serves(1), [2], "{:?}", b.server(1).status().refused);
         let r = refused(&b, 1);
         assert_eq!((r.target, Path::new(&r.path)), (Some(1), own.as_path()), "{r:?}");
         assert!(

@@ -68,6 +68,13 @@ impl Bed {
 
     pub(super) async fn stop(&mut self, i: usize) {
         self.servers[i].take().unwrap().shutdown().await.unwrap();
+        // A task that ends a little later may still have a target open.
+        let targets = &self.cfgs[i].targets;
+        let is_free = |lock: PathBuf| fs::File::open(lock).is_ok_and(|f| f.try_lock().is_ok());
+        until("the end of its tasks", || {
+            targets.iter().map(|t| t.path.join("target.lock")).all(|l| !l.exists() || is_free(l))
+        })
+        .await;
     }
 
     pub(super) fn server(&self, i: usize) -> &OssServer {
