@@ -1,4 +1,4 @@
-"""For `run`: a workload on a mount, members that change their program one at a time, and the raising of the feature level."""
+"""For `run`: a workload on a mount while members change their program one at a time and the feature level is raised."""
 import fcntl, json, os, signal, subprocess, sys, threading, time
 
 OLD, NEW, CLUSTER, MOUNT = sys.argv[1:5]

@@ -1,7 +1,7 @@
 //! Frames over any stream of bytes: all of a connection but the socket below it.
 //!
 //! `handshake.rs` proves the identity of both ends. `start.rs` starts the tasks of a connection:
-//! `read.rs` and `write.rs` move its frames, `liveness.rs` has what tells that a peer is dead.
+//! `read.rs` and `write.rs` move its frames, `liveness.rs` finds out that a peer is dead.
 //! `shared.rs` holds the state of a connection; `request.rs` and `answer.rs` serve what the peer
 //! asks. A transport gives a stream ([`Streams::connect_over`], [`Streams::accept_over`]) and, if
 //! payloads do not go through it, a [`Bulk`].

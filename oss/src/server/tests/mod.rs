@@ -1,4 +1,4 @@
-//! Clusters of storage servers under failures. Each file has what it needs from here.
+//! Clusters of storage servers under failures. The helpers that all files share are here.
 
 mod backpressure;
 mod bed;
