@@ -22,7 +22,7 @@
 //!
 //! | folder | what |
 //! |---|---|
-//! | `api/` | what callers see: [`Client`], [`File`], names |
+//! | `api/` | what callers see: [`Client`] with its handles ([`Locks`], [`Copies`], …), [`File`], names |
 //! | `metadata/` | the connection to the metadata leader, the session, opens, followers |
 //! | `leases/` | what is answered from memory under leases, and recalls of it |
 //! | `locks/` | file locks, and locks of pages for memory mappings |
@@ -61,8 +61,14 @@ mod write;
 
 pub use api::{
     client::Client,
+    copies::Copies,
     file::{AppendPart, AsOf, File, Landed},
-    names::{DirPage, LayoutInfo, Mode},
+    layouts::{LayoutInfo, Layouts},
+    names::{DirPage, Mode},
+    seals::Seals,
+    servers::Servers,
+    space::Space,
+    xattrs::Xattrs,
 };
 pub use config::{Config, FOREVER, FollowerReads, Stats};
 pub use data::foreign::Arrived;
@@ -73,7 +79,7 @@ pub use handover::{
 };
 pub use leases::lease_cache::{Forget, Forgetting};
 pub use locks::{
-    Holder, Lock, LockKind, LockType, Locked, MAX_WAITS, Programs,
+    Holder, Lock, LockKind, LockType, Locked, Locks, MAX_WAITS, Programs,
     page_uses::Using,
     unlocking::{Unlocking, Unlocks},
 };

@@ -104,7 +104,7 @@ impl Checker {
         // List chunks first and pending deletions last. A file deleted after the listing is then
         // known to be gone or pending. A file made after the listing has no chunks in it, which is
         // no finding.
-        let map = self.client.fetch_map().await?;
+        let map = self.client.servers().fetch_map().await?;
         let mut lists = BTreeMap::new();
         let mut chunks = 0;
         for target in map.map.targets.iter().filter(|t| t.alive) {
@@ -252,9 +252,9 @@ impl Checker {
 
     async fn file(&self, ino: Ino, path: &str) -> Result<FileInfo> {
         let attr = self.client.getattr(&self.creds, ino).await?;
-        let info = self.client.get_layout(&self.creds, ino).await?;
+        let info = self.client.layouts().get(&self.creds, ino).await?;
         let layout = info.layout.ok_or_else(|| Error::new(Code::Io, "has no layout"))?;
-        let map = StripeMap::resolve(ino, &layout, &self.client.map())?;
+        let map = StripeMap::resolve(ino, &layout, &self.client.servers().map())?;
         Ok(FileInfo { path: path.to_string(), size: attr.size, dense: !attr.sparse, map })
     }
 

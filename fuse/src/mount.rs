@@ -115,7 +115,7 @@ enum Session {
 pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
     mountpoint::check(&cfg)?;
     if cfg.fsname.is_empty() {
-        cfg.fsname.clone_from(&client.map().map.fs_name);
+        cfg.fsname.clone_from(&client.servers().map().map.fs_name);
     }
     let vfs = Arc::new(Vfs::new(client, None).within(cfg.root).synchronous(cfg.is_sync()));
     vfs.learn().await?;

@@ -141,7 +141,7 @@ impl Job {
             "a hole is not zeros",
         )?;
         println!("{r}");
-        let ways = self.client.roads().ways;
+        let ways = self.client.servers().roads().ways;
         let lanes: Vec<String> = ways
             .iter()
             .map(|w| format!("{}: {} sent, {} received", w.endpoint, w.sent, w.received))

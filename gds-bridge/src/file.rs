@@ -181,7 +181,7 @@ impl Network for Client {
     }
 
     fn no_rdma(&self) -> Option<String> {
-        Client::no_rdma(self)
+        self.servers().no_rdma()
     }
 
     /// With the rights of the process.
@@ -192,7 +192,7 @@ impl Network for Client {
             .map(|g| g.as_raw())
             .collect();
         let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-        match self.get_seal(&Creds { uid, gid, groups }, ino, None).await {
+        match self.seals().get(&Creds { uid, gid, groups }, ino, None).await {
             Ok((info, _)) => {
                 info.manifest.map(|m| of_manifest(&self.fs_uuid(), ino, &m)).transpose()
             }

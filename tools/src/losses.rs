@@ -106,8 +106,8 @@ async fn is_on(
     if size == 0 {
         return Ok(false);
     }
-    let Some(layout) = client.get_layout(creds, ino).await?.layout else { return Ok(false) };
-    let map = StripeMap::resolve(ino, &layout, &client.map())?;
+    let Some(layout) = client.layouts().get(creds, ino).await?.layout else { return Ok(false) };
+    let map = StripeMap::resolve(ino, &layout, &client.servers().map())?;
     let chunks = map.cut(size).first_gone;
     let ours = map.chains.iter().filter(|c| chains.contains(c));
     Ok(ours.into_iter().any(|c| map.first_on_chain(0, *c) < chunks))

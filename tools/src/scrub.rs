@@ -272,9 +272,9 @@ async fn name(answers: &Answers, mds: Option<(Vec<String>, ClientKey)>) -> Place
 async fn place(client: &Client, ino: Ino) -> Result<Place> {
     let creds = Creds { uid: 0, gid: 0, groups: vec![] };
     let path = String::from_utf8_lossy(&client.path_of(&creds, ino).await?).into_owned();
-    let layout = client.get_layout(&creds, ino).await?.layout;
+    let layout = client.layouts().get(&creds, ino).await?.layout;
     let layout = layout.ok_or_else(|| Error::new(Code::Io, "the file has no layout"))?;
-    Ok(Place { path, map: StripeMap::resolve(ino, &layout, &client.map())? })
+    Ok(Place { path, map: StripeMap::resolve(ino, &layout, &client.servers().map())? })
 }
 
 /// A finding relative to its file: path, and first byte and length. Unknown values are `None`.

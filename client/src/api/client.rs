@@ -3,21 +3,18 @@
 use futures_util::future::BoxFuture;
 use std::{sync::Arc, time::Duration};
 
-use strake_fabric::{Endpoint, Fabric, Road};
-use strake_links::traffic;
-use strake_proto::{
-    Ino, Result,
-    ids::ROOT_INO,
-    map::{MapView, ROLE_MDS},
-    pb::{self, Attr, Roads},
-};
+use strake_fabric::Fabric;
+use strake_proto::{Ino, Result, SessionId, ids::ROOT_INO};
 use strake_runtime::Env;
 
+use super::{
+    copies::Copies, layouts::Layouts, seals::Seals, servers::Servers, space::Space, xattrs::Xattrs,
+};
 use crate::{
     background,
     config::{Config, Stats},
     core::Core,
-    leases::lease_cache::Forget,
+    locks::Locks,
 };
 
 /// How long [`Client::close`] waits for the report of the files that are no longer open for
@@ -77,66 +74,14 @@ impl Client {
         })
     }
 
-    /// The newest cluster map this client has.
-    pub fn map(&self) -> Arc<MapView> {
-        self.core.shared.map()
-    }
-
-    /// The newest cluster map the metadata servers have.
-    pub async fn fetch_map(&self) -> Result<Arc<MapView>> {
-        self.core.metadata.session().await?;
-        self.core.metadata.refresh_map(self.core.shared.map().version()).await;
-        Ok(self.core.shared.map())
-    }
-
-    /// The connections over which this client reaches the storage servers, and how many bytes went
-    /// over each kind of fabric.
-    pub fn roads(&self) -> Roads {
-        Roads {
-            roads: traffic::roads(&*self.core.shared.fabric),
-            ways: self.core.storage.ways(),
-            ..Default::default()
-        }
-    }
-
-    /// As [`Client::roads`], with the transports by which bytes of this file were read from and
-    /// written to storage servers since this client first used it. The sums count everything that
-    /// was moved, including zeros of holes and bytes that were sent again.
-    pub fn file_roads(&self, ino: Ino) -> Roads {
-        let Some(inode) = self.core.files.live_inode(ino) else { return self.roads() };
-        let (fetched, sent) = (inode.fetched.look(), inode.sent.look());
-        let of = |road: Road| pb::FileRoad {
-            road: road.name().into(),
-            fetched: fetched[road],
-            sent: sent[road],
-        };
-        Roads { file: Road::ALL.into_iter().map(of).collect(), ..self.roads() }
-    }
-
-    /// Why no storage server is reached by RDMA; `None` when at least one is.
-    pub fn no_rdma(&self) -> Option<String> {
-        let map = self.core.shared.map();
-        let servers = map.map.nodes.iter().filter(|n| n.role != ROLE_MDS);
-        let mut why = None;
-        for node in servers {
-            match self.core.shared.fabric.ways(&node.endpoints) {
-                Ok(ways) if ways.iter().any(|w| matches!(w, Endpoint::Rdma(..))) => return None,
-                Ok(_) => {}
-                Err(e) => why = why.or(Some(e.message)),
-            }
-            // What is missing is missing on this node, so all servers would give the same reason.
-            if node.endpoints.iter().any(|e| e.starts_with("rdma:")) {
-                break;
-            }
-        }
-        Some(why.unwrap_or_else(|| {
-            "no storage server has an RDMA endpoint that this client may use".into()
-        }))
-    }
-
     /// The root directory.
     pub fn root(&self) -> Ino {
         self.core.metadata.current_session().map_or(ROOT_INO, |s| s.root)
+    }
+
+    /// The present session at the metadata servers, 0 while there is none.
+    pub fn session(&self) -> SessionId {
+        self.core.metadata.current_session().map_or(0, |s| s.id)
     }
 
     /// The file system's UUID, 16 bytes.
@@ -149,52 +94,6 @@ impl Client {
     /// locks work.
     pub fn set_read_only(&self, yes: bool) {
         self.core.shared.set_read_only(yes);
-    }
-
-    /// While this value stays the same, no other client has changed the bytes of the file. `None`
-    /// when that is not known.
-    pub fn tenure(&self, ino: Ino) -> Option<u64> {
-        self.core.lease_cache.tenure(self.core.shared.env.boot(), ino)
-    }
-
-    /// The attributes of a file that no other client can change now, with its tenure.
-    pub fn leased(&self, ino: Ino) -> Option<(Attr, u64)> {
-        self.core.lease_cache.data(self.core.shared.env.boot(), ino)
-    }
-
-    /// The session in which this lock of a file's pages is held, if it is held. While it is, no
-    /// other client changes the file.
-    pub fn holds_pages(&self, ino: Ino, number: u64) -> Option<strake_proto::SessionId> {
-        self.core.pages.holds(ino, number)
-    }
-
-    /// From now on the caller may keep copies of what this client returns, for as long as
-    /// [`Client::attr_valid`] and [`Client::name_valid`] say. `copies` is called when a copy is no
-    /// longer valid. Works once; returns false when another caller keeps copies already.
-    pub fn set_copies(&self, copies: Arc<dyn Forget>) -> bool {
-        self.core.lease_cache.set_copies(copies)
-    }
-
-    /// Hold this guard from before you ask how long a copy is valid until the copy is made: no copy
-    /// is revoked meanwhile.
-    pub fn telling(&self) -> parking_lot::RwLockReadGuard<'_, ()> {
-        self.core.lease_cache.telling()
-    }
-
-    /// For how long a copy of exactly these attributes may be kept; 0 for not at all.
-    pub fn attr_valid(&self, attr: &Attr) -> Duration {
-        self.core.lease_cache.attr_valid(self.core.shared.env.boot(), attr)
-    }
-
-    /// For how long a caller may assume that a name in a directory means this inode (or, with
-    /// `None`, that the name does not exist). 0 for not at all.
-    pub fn name_valid(&self, dir: Ino, name: &[u8], to: Option<Ino>) -> Duration {
-        self.core.lease_cache.name_valid(self.core.shared.env.boot(), dir, name, to)
-    }
-
-    /// Servers that did not answer last time, and why; empty when all answer.
-    pub fn away(&self) -> String {
-        self.core.shared.unreachable()
     }
 
     /// Counters of this client since it was connected.
@@ -211,5 +110,40 @@ impl Client {
     /// nothing is copied on the way.
     pub fn pool(&self) -> &strake_fabric::Pool {
         self.core.shared.fabric.pool()
+    }
+
+    /// File locks between all clients.
+    pub fn locks(&self) -> Locks<'_> {
+        Locks { core: &self.core }
+    }
+
+    /// How files are striped, and what directories give to new files.
+    pub fn layouts(&self) -> Layouts<'_> {
+        Layouts { core: &self.core }
+    }
+
+    /// Which files are sealed.
+    pub fn seals(&self) -> Seals<'_> {
+        Seals { core: &self.core }
+    }
+
+    /// Extended attributes.
+    pub fn xattrs(&self) -> Xattrs<'_> {
+        Xattrs { core: &self.core }
+    }
+
+    /// Free and used space.
+    pub fn space(&self) -> Space<'_> {
+        Space { core: &self.core }
+    }
+
+    /// What the caller may keep of what it was told, and for how long.
+    pub fn copies(&self) -> Copies<'_> {
+        Copies { core: &self.core }
+    }
+
+    /// The servers, and how they are reached.
+    pub fn servers(&self) -> Servers<'_> {
+        Servers { core: &self.core }
     }
 }

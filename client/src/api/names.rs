@@ -4,27 +4,18 @@
 //! Mutations run to their end even if the caller's future is dropped.
 
 use futures_util::future::BoxFuture;
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use strake_proto::{Code, Error, Ino, Result, pb};
-use tokio::time::Instant;
 
 use crate::{
     Client,
     core::Core,
     handover::operation::Caller,
-    metadata::ops::{ok, op},
+    metadata::ops::{ok, one, op},
     write::back::Back,
 };
-
-/// POSIX ACLs, and their bits in `Attr.acls`.
-const ACLS: [(&[u8], u32); 2] = [(b"system.posix_acl_access", 1), (b"system.posix_acl_default", 2)];
-const S_IFMT: u32 = 0o170_000;
-const S_IFLNK: u32 = 0o120_000;
-/// How long [`Client::set_layout`] and [`Client::seal`] wait for programs that are closing the
-/// file.
-const CLOSING: Duration = Duration::from_secs(1);
 
 fn attr_of(r: pb::OpResult) -> Result<pb::Attr> {
     r.attr
@@ -47,17 +38,6 @@ impl From<u32> for Mode {
     }
 }
 
-/// The result of [`Client::get_layout`].
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct LayoutInfo {
-    /// The layout of a regular file.
-    pub layout: Option<pb::Layout>,
-    /// A directory's own default, if it has one.
-    pub spec: Option<pb::LayoutSpec>,
-    /// What a file created in the directory now would get (without chains).
-    pub effective: Option<pb::Layout>,
-}
-
 /// A page of a directory.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct DirPage {
@@ -68,27 +48,6 @@ pub struct DirPage {
 }
 
 impl Client {
-    async fn read_op(&self, creds: &pb::Creds, o: pb::op::Op) -> Result<pb::OpResult> {
-        one(self.core.metadata.meta(creds, vec![op(o)]).await?)
-    }
-
-    fn write_op<'a>(
-        &'a self,
-        Caller { creds, operation }: Caller<'_>,
-        o: pb::op::Op,
-    ) -> BoxFuture<'a, Result<pb::OpResult>> {
-        let (core, creds, operation) = (self.core.clone(), creds.clone(), operation.cloned());
-        let writing = async move {
-            let caller = Caller { creds: &creds, operation: operation.as_ref() };
-            one(core.metadata.meta_for(caller, vec![op(o)]).await?)
-        };
-        Box::pin(self.core.shared.detached(writing))
-    }
-
-    async fn merged(&self, r: pb::OpResult) -> Result<pb::Attr> {
-        self.core.merge(attr_of(r)?).await
-    }
-
     /// The inode that a name refers to. `ENOENT`, `ENOTDIR`, `EACCES`.
     pub async fn lookup(&self, creds: &pb::Creds, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         match self.core.lease_cache.lookup(self.core.shared.env.boot(), creds, parent, name) {
@@ -100,16 +59,16 @@ impl Client {
             None => {}
         }
         let o = pb::op::Op::Lookup(pb::Lookup { parent, name: name.to_vec().into() });
-        let r = self.read_op(creds, o).await?;
+        let r = self.core.metadata.read_op(creds, o).await?;
         self.core.recent_lookups.note(r.ino, r.data.clone());
-        self.merged(r).await
+        self.core.merge(attr_of(r)?).await
     }
 
     /// The inode that a name refers to as the metadata servers know it now, regardless of this
     /// client's caches and of permissions.
     pub async fn lookup_now(&self, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
         let o = pb::op::Op::Lookup(pb::Lookup { parent, name: name.to_vec().into() });
-        attr_of(self.read_op(&pb::Creds::default(), o).await?)
+        attr_of(self.core.metadata.read_op(&pb::Creds::default(), o).await?)
     }
 
     /// The attributes, with the size and mtime of this client's own writes.
@@ -122,7 +81,8 @@ impl Client {
         if let Some(attr) = self.core.lease_cache.attr(self.core.shared.env.boot(), ino) {
             return self.core.merge(attr).await;
         }
-        self.merged(self.read_op(creds, pb::op::Op::Getattr(pb::GetAttr { ino })).await?).await
+        let o = pb::op::Op::Getattr(pb::GetAttr { ino });
+        self.core.merge(attr_of(self.core.metadata.read_op(creds, o).await?)?).await
     }
 
     /// Changes attributes. With a size it returns when the bytes beyond it are gone from every
@@ -143,7 +103,11 @@ impl Client {
 
     /// Whether `creds` may do what `mask` (R_OK 4 | W_OK 2 | X_OK 1) asks. `EACCES`.
     pub async fn access(&self, creds: &pb::Creds, ino: Ino, mask: u32) -> Result<()> {
-        self.read_op(creds, pb::op::Op::Access(pb::Access { ino, mask })).await.map(drop)
+        self.core
+            .metadata
+            .read_op(creds, pb::op::Op::Access(pb::Access { ino, mask }))
+            .await
+            .map(drop)
     }
 
     /// Creates a directory.
@@ -155,13 +119,8 @@ impl Client {
         mode: impl Into<Mode>,
     ) -> Result<pb::Attr> {
         let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
-        attr_of(
-            self.write_op(
-                caller.into(),
-                pb::op::Op::Mkdir(pb::Mkdir { parent, name, mode: bits, umask }),
-            )
-            .await?,
-        )
+        let o = pb::op::Op::Mkdir(pb::Mkdir { parent, name, mode: bits, umask });
+        attr_of(self.core.metadata.write_op(caller.into(), o).await?)
     }
 
     /// Creates a file, fifo, socket or device, by the type in `mode`; `rdev` is Linux-encoded.
@@ -175,7 +134,7 @@ impl Client {
     ) -> Result<pb::Attr> {
         let (name, Mode { bits, umask }) = (name.to_vec().into(), mode.into());
         let o = pb::op::Op::Mknod(pb::Mknod { parent, name, mode: bits, rdev, umask });
-        attr_of(self.write_op(caller.into(), o).await?)
+        attr_of(self.core.metadata.write_op(caller.into(), o).await?)
     }
 
     /// Creates a symbolic link to `target`, which need not exist.
@@ -187,10 +146,8 @@ impl Client {
         target: &[u8],
     ) -> Result<pb::Attr> {
         let (name, target) = (name.to_vec().into(), target.to_vec().into());
-        attr_of(
-            self.write_op(caller.into(), pb::op::Op::Symlink(pb::Symlink { parent, name, target }))
-                .await?,
-        )
+        let o = pb::op::Op::Symlink(pb::Symlink { parent, name, target });
+        attr_of(self.core.metadata.write_op(caller.into(), o).await?)
     }
 
     /// Whether a lookup found the inode recently.
@@ -204,7 +161,8 @@ impl Client {
         if let Some(target) = self.core.recent_lookups.target(ino) {
             return Ok(target.to_vec());
         }
-        Ok(self.read_op(creds, pb::op::Op::Readlink(pb::Readlink { ino })).await?.data.to_vec())
+        let o = pb::op::Op::Readlink(pb::Readlink { ino });
+        Ok(self.core.metadata.read_op(creds, o).await?.data.to_vec())
     }
 
     /// Gives an inode another name. Returns its attributes, with the new link count. `EPERM` for a
@@ -217,7 +175,7 @@ impl Client {
         name: &[u8],
     ) -> Result<pb::Attr> {
         let o = pb::op::Op::Link(pb::Link { ino, parent, name: name.to_vec().into() });
-        self.merged(self.write_op(caller.into(), o).await?).await
+        self.core.merge(attr_of(self.core.metadata.write_op(caller.into(), o).await?)?).await
     }
 
     /// Removes a name that is not a directory's. The data is deleted when neither a name nor an
@@ -229,7 +187,7 @@ impl Client {
         name: &[u8],
     ) -> Result<()> {
         let o = pb::op::Op::Unlink(pb::Unlink { parent, name: name.to_vec().into() });
-        self.write_op(caller.into(), o).await.map(drop)
+        self.core.metadata.write_op(caller.into(), o).await.map(drop)
     }
 
     /// Removes an empty directory, else `ENOTEMPTY`. Returns its inode number.
@@ -240,7 +198,7 @@ impl Client {
         name: &[u8],
     ) -> Result<Ino> {
         let o = pb::op::Op::Rmdir(pb::Rmdir { parent, name: name.to_vec().into() });
-        self.write_op(caller.into(), o).await.map(|r| r.ino)
+        self.core.metadata.write_op(caller.into(), o).await.map(|r| r.ino)
     }
 
     /// `flags`: RENAME_NOREPLACE 1, RENAME_EXCHANGE 2, RENAME_WHITEOUT 4 (`EINVAL` from older
@@ -259,7 +217,7 @@ impl Client {
             new_name: to.1.to_vec().into(),
             flags,
         });
-        self.write_op(caller.into(), o).await.map(drop)
+        self.core.metadata.write_op(caller.into(), o).await.map(drop)
     }
 
     /// At most `limit` entries after `cookie` (0 for the start, else the cookie of the last entry
@@ -272,9 +230,8 @@ impl Client {
         limit: u32,
         attrs: bool,
     ) -> Result<DirPage> {
-        let r = self
-            .read_op(creds, pb::op::Op::Readdir(pb::Readdir { dir, cookie, limit, attrs }))
-            .await?;
+        let o = pb::op::Op::Readdir(pb::Readdir { dir, cookie, limit, attrs });
+        let r = self.core.metadata.read_op(creds, o).await?;
         let mut page = DirPage { entries: r.entries, end: r.end };
         for e in &mut page.entries {
             if let Some(a) = e.attr.take() {
@@ -284,138 +241,15 @@ impl Client {
         Ok(page)
     }
 
-    /// The value of an extended attribute; `ENODATA` where there is none. Namespaces as in
-    /// xattr(7).
-    pub async fn getxattr(&self, creds: &pb::Creds, ino: Ino, name: &[u8]) -> Result<Vec<u8>> {
-        // Linux asks for the ACLs of every file that it checks, and few files have any.
-        let acl = ACLS.iter().find(|(acl, _)| *acl == name).map(|(_, bit)| bit);
-        if let (Some(bit), Some(attr)) =
-            (acl, self.core.lease_cache.attr(self.core.shared.env.boot(), ino))
-            && attr.acls & bit == 0
-            && attr.mode & S_IFMT != S_IFLNK
-        {
-            return Err(Error::new(Code::NoData, "no such ACL"));
-        }
-        let o = pb::op::Op::Getxattr(pb::GetXattr { ino, name: name.to_vec().into() });
-        Ok(self.read_op(creds, o).await?.data.to_vec())
-    }
-
-    /// `flags`: XATTR_CREATE 1, XATTR_REPLACE 2.
-    pub async fn setxattr(
-        &self,
-        caller: impl Into<Caller<'_>>,
-        ino: Ino,
-        name: &[u8],
-        value: &[u8],
-        flags: u32,
-    ) -> Result<()> {
-        let (name, value) = (name.to_vec().into(), value.to_vec().into());
-        self.write_op(caller.into(), pb::op::Op::Setxattr(pb::SetXattr { ino, name, value, flags }))
-            .await
-            .map(drop)
-    }
-
-    /// The names of the extended attributes that the caller may see.
-    pub async fn listxattr(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<Vec<u8>>> {
-        let r = self.read_op(creds, pb::op::Op::Listxattr(pb::ListXattr { ino })).await?;
-        Ok(r.names.iter().map(|n| n.to_vec()).collect())
-    }
-
-    /// Removes an extended attribute; `ENODATA` where there is none.
-    pub async fn removexattr(
-        &self,
-        caller: impl Into<Caller<'_>>,
-        ino: Ino,
-        name: &[u8],
-    ) -> Result<()> {
-        let o = pb::op::Op::Removexattr(pb::RemoveXattr { ino, name: name.to_vec().into() });
-        self.write_op(caller.into(), o).await.map(drop)
-    }
-
-    /// Space of the file system, or of one pool if named, counted for files with as many copies as
-    /// the root's default layout says.
-    pub async fn statfs(&self, creds: &pb::Creds, pool: &str) -> Result<pb::StatfsReply> {
-        self.statfs_in(creds, pool, 0).await
-    }
-
-    /// As [`Client::statfs`], but counted with the default layout of a directory.
-    pub async fn statfs_in(
-        &self,
-        creds: &pb::Creds,
-        pool: &str,
-        dir: Ino,
-    ) -> Result<pb::StatfsReply> {
-        let r =
-            self.read_op(creds, pb::op::Op::Statfs(pb::Statfs { pool: pool.into(), dir })).await?;
-        r.statfs.ok_or_else(|| {
-            Error::new(Code::Protocol, "the metadata server's answer has no space figures")
-        })
-    }
-
-    /// How a file is striped, or the default layout that a directory gives to new files.
-    pub async fn get_layout(&self, creds: &pb::Creds, ino: Ino) -> Result<LayoutInfo> {
-        let r = self.read_op(creds, pb::op::Op::Getlayout(pb::GetLayout { ino })).await?;
-        Ok(LayoutInfo { layout: r.layout, spec: r.spec, effective: r.effective })
-    }
-
-    /// Sets a directory's default layout (`None` deletes it), or the layout of a file without data.
-    /// `EEXIST` when the file has data, `EBUSY` while it is open for writing.
-    pub async fn set_layout(
-        &self,
-        caller: impl Into<Caller<'_>>,
-        ino: Ino,
-        layout: Option<pb::LayoutSpec>,
-    ) -> Result<()> {
-        self.once_closed(caller.into(), pb::op::Op::Setlayout(pb::SetLayout { ino, layout }))
-            .await
-            .map(drop)
-    }
-
-    /// A change that needs a file which is not open for writing, else `EBUSY`.
-    async fn once_closed(&self, caller: Caller<'_>, change: pb::op::Op) -> Result<pb::OpResult> {
-        let end = Instant::now() + CLOSING;
-        loop {
-            match self.write_op(caller, change.clone()).await {
-                // The file may have been closed a moment ago: the kernel does not wait for the
-                // release, and releases are sent in batches.
-                Err(e) if e.code == Code::Busy && Instant::now() < end => {
-                    self.core.files.clone().send_releases().await;
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                }
-                r => return r,
-            }
-        }
-    }
-
-    /// How a file is sealed; `ENODATA` where it is not. With `page` also the digests of that page
-    /// of its manifest.
-    pub async fn get_seal(
-        &self,
-        creds: &pb::Creds,
-        ino: Ino,
-        page: Option<u64>,
-    ) -> Result<(pb::SealInfo, Bytes)> {
-        let r = self.read_op(creds, pb::op::Op::GetSeal(pb::GetSeal { ino, page })).await?;
-        let info = r.seal.ok_or_else(|| {
-            Error::new(Code::Protocol, "the metadata server's answer has no seal")
-        })?;
-        Ok((info, r.data))
-    }
-
-    /// One step of sealing a file, see `docs/seal.md`. Returns how it is sealed afterwards, `None`
-    /// when it is not any more. `EBUSY` while the file is open for writing, `EPERM` for callers
-    /// other than the owner and root, `ESTALE` when the named seal was undone.
-    pub async fn seal(
-        &self,
-        caller: impl Into<Caller<'_>>,
-        step: pb::Seal,
-    ) -> Result<Option<pb::SealInfo>> {
-        Ok(self.once_closed(caller.into(), pb::op::Op::Seal(step)).await?.seal)
-    }
-
     /// One path from the root to an inode.
     pub async fn path_of(&self, creds: &pb::Creds, ino: Ino) -> Result<Vec<u8>> {
-        Ok(self.read_op(creds, pb::op::Op::PathOf(pb::PathOf { ino })).await?.data.to_vec())
+        Ok(self
+            .core
+            .metadata
+            .read_op(creds, pb::op::Op::PathOf(pb::PathOf { ino }))
+            .await?
+            .data
+            .to_vec())
     }
 
     /// Runs a list of operations in one round trip (many stats, a walk, create and set): see
@@ -436,11 +270,6 @@ impl Client {
         };
         self.core.shared.detached(running).await
     }
-}
-
-fn one(results: Vec<pb::OpResult>) -> Result<pb::OpResult> {
-    let none = || Error::new(Code::Protocol, "an empty answer");
-    ok(results)?.pop().ok_or_else(none)
 }
 
 impl Core {

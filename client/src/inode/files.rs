@@ -5,10 +5,12 @@ use futures_util::future::BoxFuture;
 use std::{
     collections::BTreeMap,
     sync::{Arc, Weak},
+    time::Duration,
 };
 
 use parking_lot::Mutex;
 use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, pb};
+use tokio::time::Instant;
 
 use crate::{
     handover::operation::Caller,
@@ -24,6 +26,9 @@ use crate::{
 
 /// Capabilities are renewed when less than this many milliseconds are left.
 const RENEW_BEFORE_MS: u64 = 120_000;
+
+/// How long a change of a file waits for programs that are closing the file.
+const CLOSING: Duration = Duration::from_secs(1);
 
 /// Most releases in one request.
 const RELEASES_AT_ONCE: usize = 1024;
@@ -158,6 +163,26 @@ impl Files {
                 r => r,
             }
         })
+    }
+
+    /// A change that needs a file which is not open for writing, else `EBUSY`.
+    pub(crate) async fn once_closed(
+        self: &Arc<Self>,
+        caller: Caller<'_>,
+        change: pb::op::Op,
+    ) -> Result<pb::OpResult> {
+        let end = Instant::now() + CLOSING;
+        loop {
+            match self.metadata.write_op(caller, change.clone()).await {
+                // The file may have been closed a moment ago: the kernel does not wait for the
+                // release, and releases are sent in batches.
+                Err(e) if e.code == Code::Busy && Instant::now() < end => {
+                    self.clone().send_releases().await;
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                r => return r,
+            }
+        }
     }
 
     /// Reports own writes to the metadata server: size and mtime.

@@ -23,7 +23,6 @@ use strake_proto::{Code, Error, Ino, Result, SessionId, pb};
 use tokio::sync::{OwnedMutexGuard, oneshot};
 
 use crate::{
-    Client,
     core::Core,
     handover::FileRecord,
     inode::Inode,
@@ -87,7 +86,7 @@ impl Lock {
     }
 }
 
-/// The result of [`Client::get_lock`].
+/// The result of [`Locks::get`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder {
     /// For reading or for writing.
@@ -100,7 +99,7 @@ pub struct Holder {
     pub pid: u32,
 }
 
-/// The result of [`Client::set_lock`].
+/// The result of [`Locks::set`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Locked {
     /// The session that holds the lock, and with which it is lost.
@@ -182,15 +181,21 @@ fn weakened(mut ops: Vec<pb::Op>) -> Vec<pb::Op> {
     ops
 }
 
-impl Client {
+/// File locks between all clients: [`crate::Client::locks`].
+#[derive(Clone, Copy)]
+pub struct Locks<'a> {
+    pub(crate) core: &'a Arc<Core>,
+}
+
+impl<'a> Locks<'a> {
     /// The first lock of another owner that is in the way of this one, if any.
-    pub async fn get_lock(&self, ino: Ino, lock: &Lock) -> Result<Option<Holder>> {
+    pub async fn get(self, ino: Ino, lock: &Lock) -> Result<Option<Holder>> {
         let (owner, kind, span) = (lock.owner, lock.kind as i32, Some(lock.span()));
         let get = op(pb::op::Op::GetLock(pb::GetLock { ino, owner, kind, span }));
         let found = ok(self.core.metadata.meta(&pb::Creds::default(), vec![get]).await?)?
             .pop()
             .and_then(|r| r.lock);
-        let own = self.session();
+        let own = self.core.metadata.current_session().map_or(0, |s| s.id);
         Ok(found.and_then(|l| {
             let s = l.spans.first()?;
             let mode = LockType::try_from(s.r#type).ok()?;
@@ -211,7 +216,7 @@ impl Client {
     /// with one exception: a write lock that the call was to change into a read lock may have
     /// become one. `NoLock` at a limit (see `docs/locks.md`). An unlock that fails with `TimedOut`
     /// or `NoSpc` continues in the background until it succeeds.
-    pub async fn set_lock(&self, ino: Ino, lock: &Lock, wait: bool) -> Result<Locked> {
+    pub async fn set(self, ino: Ino, lock: &Lock, wait: bool) -> Result<Locked> {
         if lock.mode == LockType::LockUnlock {
             return self.unlock(ino, lock).await;
         }
@@ -225,11 +230,11 @@ impl Client {
             )
         };
         let _one = self.core.locks.waits.try_acquire().map_err(full)?;
-        self.wait_for_lock(ino, lock).await
+        self.wait(ino, lock).await
     }
 
-    /// As [`Client::set_lock`] with `wait`.
-    pub(crate) async fn wait_for_lock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
+    /// As [`Locks::set`] with `wait`.
+    pub(crate) async fn wait(self, ino: Ino, lock: &Lock) -> Result<Locked> {
         let conflict = |r: &Result<Given>| r.as_ref().is_err_and(|e| e.code == Code::LockConflict);
         let mut given = self.try_lock(ino, lock, lock.take(ino, true, 0)).await;
         if conflict(&given) {
@@ -244,12 +249,7 @@ impl Client {
         given.map(Given::take)
     }
 
-    fn try_lock<'a>(
-        &'a self,
-        ino: Ino,
-        lock: &'a Lock,
-        take: pb::Op,
-    ) -> BoxFuture<'a, Result<Given>> {
+    fn try_lock(self, ino: Ino, lock: &'a Lock, take: pb::Op) -> BoxFuture<'a, Result<Given>> {
         Box::pin(async move {
             let (core, lock, leftover) = (self.core.clone(), *lock, Leftover::default());
             let unlockings = core.locks.unlockings.clone();
@@ -265,14 +265,14 @@ impl Client {
         })
     }
 
-    async fn unlock(&self, ino: Ino, lock: &Lock) -> Result<Locked> {
+    async fn unlock(self, ino: Ino, lock: &Lock) -> Result<Locked> {
         self.give_up(ino, lock, self.unlocking(ino, lock.owner)).await
     }
 
     /// Unlocks what an owner gives up, beginning with this call, whether the future is awaited or
     /// not. It continues until it succeeds.
     pub fn give_up(
-        &self,
+        self,
         ino: Ino,
         lock: &Lock,
         unlocking: Unlocking,
@@ -288,36 +288,31 @@ impl Client {
 
     /// Announces that an owner is about to unlock. Until the result is dropped, callers that would
     /// be told of a conflict wait.
-    pub fn unlocking(&self, ino: Ino, owner: u64) -> Unlocking {
+    pub fn unlocking(self, ino: Ino, owner: u64) -> Unlocking {
         self.core.locks.unlockings.begin(ino, owner)
     }
 
     /// Whether an owner is unlocking something in the file.
-    pub fn is_unlocking(&self, ino: Ino, owner: u64) -> bool {
+    pub fn is_unlocking(self, ino: Ino, owner: u64) -> bool {
         self.core.locks.unlockings.is_under_way(ino, owner)
     }
 
     /// The state of the unlocks of a file, to be compared with a later state.
-    pub fn unlocks(&self, ino: Ino) -> Unlocks {
+    pub fn unlocks(self, ino: Ino) -> Unlocks {
         self.core.locks.unlockings.of(ino)
     }
 
     /// Returns when the servers know all unlocks of a file that are in progress now.
-    pub async fn unlocked(&self, ino: Ino) {
+    pub async fn unlocked(self, ino: Ino) {
         self.core.locks.unlockings.done(ino).await;
     }
 
     /// Sets the component that knows which locks programs still hold. Returns `false` if one is set
     /// already.
-    pub fn set_programs(&self, programs: Arc<dyn Programs>) -> bool {
+    pub fn set_programs(self, programs: Arc<dyn Programs>) -> bool {
         let first = self.core.locks.programs.set(programs).is_ok();
         self.core.locks.has_programs.notify_waiters();
         first
-    }
-
-    /// The present session at the metadata servers, 0 while there is none.
-    pub fn session(&self) -> SessionId {
-        self.core.metadata.current_session().map_or(0, |s| s.id)
     }
 }
 
@@ -399,8 +394,7 @@ impl Core {
         // from here. A holder of the lock does not have to keep others from the size.
         drop(placing);
         let kept = inode.note_end();
-        let Locked { session, .. } =
-            Client { core: self.clone() }.set_lock(inode.ino, &END, true).await?;
+        let Locked { session, .. } = Locks { core: self }.set(inode.ino, &END, true).await?;
         let lock = EndLock { core: self.clone(), ino: inode.ino, kept };
         self.writeback.send_held(inode).await;
         let size = self.files.fresh_size(inode).await?;
@@ -415,7 +409,7 @@ impl Core {
             return true;
         }
         let kept = inode.note_end();
-        let locked = Client { core: self.clone() }.set_lock(inode.ino, &END, false).await;
+        let locked = Locks { core: self }.set(inode.ino, &END, false).await;
         let is_same = locked.is_ok_and(|l| {
             end.lock = Some(EndLock { core: self.clone(), ino: inode.ino, kept });
             l.session == end.session

@@ -10,13 +10,12 @@ use strake_proto::{Code, Ino, Result, SessionId};
 use tokio::time::sleep;
 
 use crate::{
-    Client,
     core::Core,
     inode::Inode,
     leases::lease_cache::forgotten,
     locks::page_uses::Using,
     locks::pages::{Enter, Leave, Mode},
-    locks::{Lock, LockKind, LockType},
+    locks::{Lock, LockKind, LockType, Locks},
 };
 
 /// Pause before another attempt at what could not be made stable.
@@ -73,7 +72,7 @@ impl Core {
         // Mark first: from the moment at which the log grants the lock, the leader does not tell
         // this client about the pages of others.
         self.pages.table.lock().mark(ino);
-        let asked = Client { core: self.clone() }.wait_for_lock(ino, &lock(mode)).await;
+        let asked = Locks { core: self }.wait(ino, &lock(mode)).await;
         let wanted = match &asked {
             Ok(locked) => {
                 let mut table = self.pages.table.lock();
@@ -195,9 +194,9 @@ impl Core {
 
     async fn unlock_pages(self: &Arc<Self>, ino: Ino) {
         let lock = Lock { mode: LockType::LockUnlock, ..lock(Mode::Read) };
-        let client = Client { core: self.clone() };
+        let locks = Locks { core: self };
         // This continues until it succeeds, or the session is lost.
-        if let Err(e) = client.give_up(ino, &lock, client.unlocking(ino, lock.owner)).await {
+        if let Err(e) = locks.give_up(ino, &lock, locks.unlocking(ino, lock.owner)).await {
             tracing::debug!(ino, "releasing a page lock: {e}");
         }
     }

@@ -21,6 +21,12 @@ pub(crate) fn ok(mut results: Vec<pb::OpResult>) -> Result<Vec<pb::OpResult>> {
     }
 }
 
+/// The result of a list of one operation that succeeded, or its failure.
+pub(crate) fn one(results: Vec<pb::OpResult>) -> Result<pb::OpResult> {
+    let none = || Error::new(Code::Protocol, "an empty answer");
+    ok(results)?.pop().ok_or_else(none)
+}
+
 /// Whether a list changes anything.
 pub(crate) fn is_mutation(ops: &[pb::Op]) -> bool {
     ops.iter().any(strake_proto::ops::is_mutation)

@@ -8,7 +8,7 @@ use strake_proto::{Code, Error, Result, SessionId, opcode, pb};
 
 use super::{
     link::META_TRY,
-    ops::{alters, check, decode, is_mutation, is_repeatable, is_resize, keeps_number},
+    ops::{alters, check, decode, is_mutation, is_repeatable, is_resize, keeps_number, one, op},
     service::Metadata,
 };
 use crate::{
@@ -21,6 +21,29 @@ use crate::{
 const SHRINK_TRY: Duration = Duration::from_secs(30);
 
 impl Metadata {
+    /// Runs one operation that changes nothing.
+    pub(crate) async fn read_op(
+        self: &Arc<Self>,
+        creds: &pb::Creds,
+        o: pb::op::Op,
+    ) -> Result<pb::OpResult> {
+        one(self.meta(creds, vec![op(o)]).await?)
+    }
+
+    /// Runs one operation that changes something, to its end, even if the future is dropped.
+    pub(crate) fn write_op<'a>(
+        self: &'a Arc<Self>,
+        Caller { creds, operation }: Caller<'_>,
+        o: pb::op::Op,
+    ) -> BoxFuture<'a, Result<pb::OpResult>> {
+        let (me, creds, operation) = (self.clone(), creds.clone(), operation.cloned());
+        let writing = async move {
+            let caller = Caller { creds: &creds, operation: operation.as_ref() };
+            one(me.meta_for(caller, vec![op(o)]).await?)
+        };
+        Box::pin(self.shared.detached(writing))
+    }
+
     /// Runs a list of operations; mutations run exactly once. The answer ends with the first
     /// failure, if any.
     ///

@@ -118,11 +118,11 @@ async fn copies_of_what_a_change_gives_back_are_forgotten_before() {
     let ino = put(&a, b"f", b"bytes").await;
     let attr = a.lookup(&user(), a.root(), b"f").await.unwrap();
     let kernel = Kernel(c.mds.clone(), Arc::default());
-    assert!(a.set_copies(Arc::new(kernel.clone())));
-    assert!(a.attr_valid(&attr) > Duration::ZERO);
+    assert!(a.copies().keep(Arc::new(kernel.clone())));
+    assert!(a.copies().attr_valid(&attr) > Duration::ZERO);
     let before = c.mds.asked();
     a.unlink(&user(), a.root(), b"f").await.unwrap();
-    assert_eq!((a.attr_valid(&attr), c.mds.asked()), (Duration::ZERO, before + 1));
+    assert_eq!((a.copies().attr_valid(&attr), c.mds.asked()), (Duration::ZERO, before + 1));
     assert_eq!(kernel.1.lock()[..], [(ino, before)]);
     a.unlink(&user(), a.root(), b"f").await.unwrap_err();
     assert_eq!(kernel.1.lock().len(), 1, "nothing is known to be there");

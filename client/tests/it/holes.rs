@@ -102,7 +102,7 @@ async fn writes_punches_and_cuts_equal_a_model() {
                 _ => {
                     f.fsync().await.unwrap();
                     assert_eq!(
-                        a.allocated(f.ino()).await.unwrap(),
+                        a.space().allocated(f.ino()).await.unwrap(),
                         (m.stored.len() * BLOCK) as u64
                     );
                 }
@@ -116,14 +116,14 @@ async fn writes_punches_and_cuts_equal_a_model() {
         let ino = f.ino();
         f.close().await.unwrap();
         // `allocated` works while no client has the file open, and for a write-only handle.
-        assert_eq!(a.allocated(ino).await.unwrap(), (m.stored.len() * BLOCK) as u64);
+        assert_eq!(a.space().allocated(ino).await.unwrap(), (m.stored.len() * BLOCK) as u64);
         let b = c.client(2).await;
         let g = b.open(&user(), ino, 1).await.unwrap().0;
         check(&g, &m, 0).await;
-        assert_eq!(b.allocated(ino).await.unwrap(), (m.stored.len() * BLOCK) as u64);
+        assert_eq!(b.space().allocated(ino).await.unwrap(), (m.stored.len() * BLOCK) as u64);
         g.punch(0, TIB).await.unwrap();
         g.close().await.unwrap();
-        assert_eq!(a.allocated(ino).await.unwrap(), 0);
+        assert_eq!(a.space().allocated(ino).await.unwrap(), 0);
         a.close().await.unwrap();
         b.close().await.unwrap();
         assert_eq!(c.mds.opens(), 0);
@@ -145,7 +145,7 @@ async fn two_blocks_in_16_tib_are_found_without_walking_between() {
     assert_eq!(f.seek_data(TIB + 4096).await.unwrap(), end - 4096);
     assert_eq!(f.seek_hole(end - 1).await.unwrap(), end);
     assert_eq!(f.seek_data(end).await.unwrap_err().code, Code::NxIo);
-    assert_eq!(a.allocated(f.ino()).await.unwrap(), 8192);
+    assert_eq!(a.space().allocated(f.ino()).await.unwrap(), 8192);
     f.punch(TIB + 1, 14 * TIB).await.unwrap();
     assert_eq!(f.seek_data(0).await.unwrap(), end - 4096);
     assert!(a.stats().data_requests - before < 60, "{} requests", a.stats().data_requests - before);

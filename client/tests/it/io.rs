@@ -150,7 +150,7 @@ async fn a_layout_set_while_it_was_open_is_never_read_past() {
     f.close().await.unwrap();
     let (old, _) = b.open(&user(), ino, 0).await.unwrap();
     assert_eq!(old.read(0, 100).await.unwrap().len(), 0);
-    a.set_layout(&user(), ino, Some(pb::LayoutSpec::default())).await.unwrap();
+    a.layouts().set(&user(), ino, Some(pb::LayoutSpec::default())).await.unwrap();
     let (f, _) = a.open(&user(), ino, RW).await.unwrap();
     f.write_all_at(0, b"hello").await.unwrap();
     f.fsync().await.unwrap();
@@ -482,7 +482,7 @@ async fn a_file_is_opened_again_without_a_request_until_somebody_changes_it() {
     let ino = f.ino();
     f.close().await.unwrap();
     // First wait for a lease: the writer stays on record for a moment after its close.
-    while b.attr_valid(&b.getattr(&user(), ino).await.unwrap()).is_zero() {
+    while b.copies().attr_valid(&b.getattr(&user(), ino).await.unwrap()).is_zero() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     let open = async |flags| b.open(&user(), ino, flags).await.unwrap();

@@ -278,7 +278,7 @@ async fn act(client: &Client, i: &mut Input<'_>) {
             1 => {
                 let sparse = client.getattr(&me, 5).await.is_ok_and(|a| a.sparse);
                 if sparse || i.u8() == 1 {
-                    let _ = client.allocated(5).await;
+                    let _ = client.space().allocated(5).await;
                 }
             }
             2 => drop(
@@ -292,12 +292,12 @@ async fn act(client: &Client, i: &mut Input<'_>) {
             3 => drop(client.mkdir(&me, 1, b"d", 0o755).await),
             4 => drop(client.readdir(&me, 1, 0, 10, true).await),
             5 => drop(client.readlink(&me, 5).await),
-            6 => drop(client.statfs(&me, "").await),
-            7 => drop(client.get_layout(&me, 5).await),
-            8 => drop(client.listxattr(&me, 5).await),
+            6 => drop(client.space().statfs(&me, "").await),
+            7 => drop(client.layouts().get(&me, 5).await),
+            8 => drop(client.xattrs().list(&me, 5).await),
             9 => drop(client.unlink(&me, 1, b"a").await),
             10 => drop(client.rename(&me, (1, b"a"), (1, b"b"), 0).await),
-            11 => drop(client.fetch_map().await),
+            11 => drop(client.servers().fetch_map().await),
             12 | 13 => {
                 file = client
                     .create(&me, 1, b"a", 0o644, 2, false, None)

@@ -104,7 +104,7 @@ impl Clients {
         let mut n = 0;
         for c in &self.all {
             let attr = c.getattr(&self.me, ino).await?;
-            n += usize::from(!c.attr_valid(&attr).is_zero());
+            n += usize::from(!c.copies().attr_valid(&attr).is_zero());
         }
         Ok(n)
     }

@@ -15,7 +15,7 @@ pub async fn measure(
     rounds: u32,
     report: &mut Report,
 ) -> Result<()> {
-    let map = clients.all[0].fetch_map().await?;
+    let map = clients.all[0].servers().fetch_map().await?;
     let bytes = map.map.encoded_len();
     let measured = format!(
         "{bytes} bytes, {} targets, {} chains",
@@ -26,13 +26,13 @@ pub async fn measure(
     let mut times = Vec::new();
     for n in 0..rounds {
         let server = format!("oss{}", n % cluster.oss + 1);
-        let before = clients.all[0].fetch_map().await?.version();
+        let before = clients.all[0].servers().fetch_map().await?.version();
         cluster.kill(&server)?;
         // Its lease runs out, then its targets leave their chains, which is one change of the map.
         let asked = timeout(LIMIT, async {
             loop {
                 let asked = Instant::now();
-                let version = clients.all[0].fetch_map().await?.version();
+                let version = clients.all[0].servers().fetch_map().await?.version();
                 if version > before {
                     return Ok::<_, strake_proto::Error>((asked, version));
                 }
@@ -43,7 +43,7 @@ pub async fn measure(
         let mut waiting: Vec<_> = clients.all.iter().skip(1).collect();
         while !waiting.is_empty() {
             waiting.retain(|c| {
-                let has = c.map().version() >= version;
+                let has = c.servers().map().version() >= version;
                 if has {
                     times.push(began.elapsed());
                 }

@@ -51,7 +51,7 @@ async fn copies(
     client: &Client,
     lost: &Lost,
 ) -> Result<Vec<(u32, Vec<u8>)>> {
-    let layout = client.get_layout(&root(), lost.ino).await?.layout;
+    let layout = client.layouts().get(&root(), lost.ino).await?.layout;
     let layout = layout.ok_or_else(|| Error::new(Code::NoEnt, "it has no data"))?;
     let place = StripeMap::resolve(lost.ino, &layout, map)?;
     let mut all = Vec::new();

@@ -130,7 +130,7 @@ async fn look(cluster: &Cluster, fabric: &Arc<SimFabric>, client: &Client) -> Re
 
 async fn place(client: &Client, map: &MapView, ino: Ino) -> Result<Place> {
     let attr = client.getattr(&root(), ino).await?;
-    let layout = client.get_layout(&root(), ino).await?.layout;
+    let layout = client.layouts().get(&root(), ino).await?.layout;
     let layout = layout.ok_or_else(|| Error::new(Code::NoEnt, "it has no data"))?;
     Ok(Place {
         data: attr.data_id,

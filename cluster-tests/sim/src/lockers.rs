@@ -215,7 +215,7 @@ impl Locker {
 
     async fn ask(&mut self, who: Who, cells: &std::ops::Range<u64>) {
         let l = lock(who.1, who.3, LockType::LockWrite, cells);
-        if let Err(e) = self.client.get_lock(self.files[who.0], &l).await {
+        if let Err(e) = self.client.locks().get(self.files[who.0], &l).await {
             tracing::info!("client {}: who is in the way: {e:?}", self.id);
         }
     }
@@ -265,14 +265,14 @@ impl Locker {
     /// As a mount does: before it tells a program of a conflict, it waits for unlocks of its own
     /// client that are still on the way, and tries again.
     async fn set_lock(&self, ino: Ino, l: &Lock, wait: bool) -> Result<Locked> {
-        let before = self.client.unlocks(ino);
-        let locked = self.client.set_lock(ino, l, wait).await;
+        let before = self.client.locks().unlocks(ino);
+        let locked = self.client.locks().set(ino, l, wait).await;
         if wait || !locked.as_ref().is_err_and(|e| e.code == Code::LockConflict) {
             return locked;
         }
-        self.client.unlocked(ino).await;
-        if before.ended_since(self.client.unlocks(ino)) {
-            self.client.set_lock(ino, l, wait).await
+        self.client.locks().unlocked(ino).await;
+        if before.ended_since(self.client.locks().unlocks(ino)) {
+            self.client.locks().set(ino, l, wait).await
         } else {
             locked
         }
@@ -291,11 +291,11 @@ impl Locker {
             let had = self.model.lock().giving_up(w, 0..CELLS);
             let (client, found, ino) = (self.client.clone(), self.found.clone(), self.files[w.0]);
             let held_back = Duration::from_millis(self.rng.random_range(0..HELD_BACK_MS));
-            let unlocking = client.unlocking(ino, w.3);
+            let unlocking = client.locks().unlocking(ino, w.3);
             tokio::spawn(async move {
                 sleep(held_back).await;
                 let l = lock(w.1, w.3, LockType::LockUnlock, &(0..CELLS));
-                if let Ok(locked) = client.give_up(ino, &l, unlocking).await
+                if let Ok(locked) = client.locks().give_up(ino, &l, unlocking).await
                     && let Some(other) = LockModel::overlap(&had, locked.session)
                 {
                     let m = format!(
@@ -311,7 +311,7 @@ impl Locker {
     async fn unlock(&mut self, who: Who, cells: std::ops::Range<u64>) {
         let had = self.model.lock().giving_up(who, cells.clone());
         let l = lock(who.1, who.3, LockType::LockUnlock, &cells);
-        match self.client.set_lock(self.files[who.0], &l, false).await {
+        match self.client.locks().set(self.files[who.0], &l, false).await {
             Ok(locked) => {
                 self.model.lock().has_not(who, cells);
                 if let Some(other) = LockModel::overlap(&had, locked.session) {
@@ -358,10 +358,10 @@ pub async fn all_free(other: &Client, inos: &[Ino]) -> Result<()> {
     for ino in inos {
         for flock in [false, true] {
             let l = lock(flock, 1, LockType::LockWrite, &(0..CELLS));
-            let got = timeout(SETTLED, other.set_lock(*ino, &l, true)).await;
+            let got = timeout(SETTLED, other.locks().set(*ino, &l, true)).await;
             let m = format!("a lock of inode {ino} (flock {flock}) that nobody has cannot be had");
             got.map_err(|_| Error::new(Code::TimedOut, m))??;
-            other.set_lock(*ino, &Lock { mode: LockType::LockUnlock, ..l }, false).await?;
+            other.locks().set(*ino, &Lock { mode: LockType::LockUnlock, ..l }, false).await?;
         }
     }
     Ok(())
@@ -372,7 +372,7 @@ pub async fn last_will(client: &Client, name: &str) -> Result<()> {
     let name = format!("{name}.lock");
     let ino = client.mknod(&root(), client.root(), name.as_bytes(), 0o100_644, 0).await?.ino;
     for flock in [false, true] {
-        client.set_lock(ino, &lock(flock, 9, LockType::LockWrite, &(0..CELLS)), false).await?;
+        client.locks().set(ino, &lock(flock, 9, LockType::LockWrite, &(0..CELLS)), false).await?;
     }
     Ok(())
 }

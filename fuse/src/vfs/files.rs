@@ -132,17 +132,21 @@ impl Vfs {
 
     /// While this value stays the same, no other client has changed the bytes of a file.
     pub fn tenure(&self, ino: Ino) -> Option<u64> {
-        self.client.tenure(ino)
+        self.client.copies().tenure(ino)
     }
 
     /// The session in which this lock of a file's pages is held, if it is held.
     pub fn holds_pages(&self, ino: Ino, number: u64) -> Option<SessionId> {
-        self.client.holds_pages(ino, number)
+        self.client.copies().holds_pages(ino, number)
     }
 
     /// The tenure, if no other client can change the file now and its last change is this one.
     pub fn leased(&self, ino: Ino, change: u64) -> Option<u64> {
-        self.client.leased(ino).filter(|(attr, _)| attr.change == change).map(|(_, tenure)| tenure)
+        self.client
+            .copies()
+            .leased(ino)
+            .filter(|(attr, _)| attr.change == change)
+            .map(|(_, tenure)| tenure)
     }
 
     /// The number of the last change of a file, including what other clients have written up to

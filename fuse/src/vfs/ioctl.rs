@@ -15,7 +15,7 @@ impl Vfs {
     pub fn ioctl(&self, handle: u64, command: u32, room: usize) -> Option<Vec<u8>> {
         // Directories are in another table, and numbers are given out once.
         let open = self.files.get(handle).ok()?;
-        let map = self.client.map();
+        let map = self.client.servers().map();
         let uuid = map.map.fs_uuid[..].try_into().ok()?;
         let answer = match command {
             ioctl::FILE => OpenedFile { uuid, ino: open.ino, flags: open.flags as u32 }.encode(),

@@ -92,7 +92,7 @@ impl Leaving {
         &self,
         e: Ended<Unlocking>,
     ) -> impl Future<Output = Result<strake_client::Locked>> + Send + use<> {
-        self.client.give_up(e.key.0, &unlock_all(e.key.1, e.number), e.guard)
+        self.client.locks().give_up(e.key.0, &unlock_all(e.key.1, e.number), e.guard)
     }
 }
 
@@ -117,12 +117,12 @@ impl Around for Vfs {
     }
 
     fn is_ending(&self, ino: Ino, number: u64) -> bool {
-        self.client.is_unlocking(ino, number)
+        self.client.locks().is_unlocking(ino, number)
     }
 
     fn ends(&self, (ino, flock, _): Key, number: u64, records: Vec<Record>) -> Unlocking {
         records.iter().for_each(|r| ending(r, flock));
-        self.client.unlocking(ino, number).keeping(records)
+        self.client.locks().unlocking(ino, number).keeping(records)
     }
 }
 
@@ -145,7 +145,7 @@ impl Vfs {
     /// Sets the queue that closes come from. Without one, only closes that are known already count.
     pub(crate) fn set_queue(&self, queue: Arc<dyn Queue>) {
         if self.queue.set(queue.clone()).is_ok() {
-            self.client.set_programs(Arc::new(Settle(queue)));
+            self.client.locks().set_programs(Arc::new(Settle(queue)));
         }
     }
 
@@ -163,7 +163,7 @@ impl Vfs {
         // Number 0 belongs to no owner.
         let owner = self.owners.lock().number(key(ino, lock, handle)).unwrap_or(0);
         let lock = Lock { owner, ..read(lock) };
-        let ask = || self.client.get_lock(ino, &lock);
+        let ask = || self.client.locks().get(ino, &lock);
         let found = self.unless_over(ino, |found| matches!(found, Ok(Some(_))), ask).await?;
         Ok(found.map(|h| Holder {
             start: h.start.min(OFFSET_MAX),
@@ -194,7 +194,7 @@ impl Vfs {
         };
         let mut asking = Asking { vfs: self, key, handle, number, outcome: Outcome::InDoubt };
         let lock = Lock { owner: number, ..read(lock) };
-        let ask = || self.client.set_lock(ino, &lock, wait);
+        let ask = || self.client.locks().set(ino, &lock, wait);
         let locked = if wait {
             // Closes that are not known yet end the wait once they are known.
             ask().await
@@ -227,18 +227,18 @@ impl Vfs {
     ) -> T {
         let settle = async {
             self.taken().await;
-            let _ = timeout(SETTLING, self.client.unlocked(ino)).await;
+            let _ = timeout(SETTLING, self.client.locks().unlocked(ino)).await;
         };
-        if self.client.unlocks(ino).under_way() {
-            let _ = timeout(SETTLING, self.client.unlocked(ino)).await;
+        if self.client.locks().unlocks(ino).under_way() {
+            let _ = timeout(SETTLING, self.client.locks().unlocked(ino)).await;
         }
-        let before = self.client.unlocks(ino);
+        let before = self.client.locks().unlocks(ino);
         let answer = ask().await;
         if !is_conflict(&answer) {
             return answer;
         }
         settle.await;
-        if before.ended_since(self.client.unlocks(ino)) { ask().await } else { answer }
+        if before.ended_since(self.client.locks().unlocks(ino)) { ask().await } else { answer }
     }
 
     async fn unlock(&self, key: Key, lock: &Lock) -> Result<()> {
@@ -246,7 +246,7 @@ impl Vfs {
         let known = self.owners.lock().known(key);
         let Some(known) = known else { return Ok(()) };
         let locked =
-            self.client.set_lock(key.0, &Lock { owner: known.number, ..*lock }, false).await?;
+            self.client.locks().set(key.0, &Lock { owner: known.number, ..*lock }, false).await?;
         if locked.left == 0 {
             let free = self.owners.lock().has_none(key, known);
             self.freed(free);
@@ -299,8 +299,8 @@ impl Vfs {
 
     /// Continues to release the locks of an owner that ended under an earlier daemon.
     pub(super) fn adopt_ending(&self, (ino, flock): (Ino, bool), number: u64, kept: Record) {
-        let guard = self.client.unlocking(ino, number).keeping(vec![kept]);
-        drop(self.client.give_up(ino, &unlock_all(flock, number), guard));
+        let guard = self.client.locks().unlocking(ino, number).keeping(vec![kept]);
+        drop(self.client.locks().give_up(ino, &unlock_all(flock, number), guard));
     }
 }
 

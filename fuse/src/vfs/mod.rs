@@ -223,8 +223,11 @@ impl Vfs {
 
     /// The space of the file system, counted with the default layout of the mount's root.
     pub async fn statfs(&self) -> Result<pb::StatfsReply> {
-        self.or_last(&self.known.space, self.client.statfs_in(&pb::Creds::default(), "", self.root))
-            .await
+        self.or_last(
+            &self.known.space,
+            self.client.space().statfs_in(&pb::Creds::default(), "", self.root),
+        )
+        .await
     }
 
     /// An answer, or the last known one when the servers have been away for a while. For what
@@ -238,7 +241,7 @@ impl Vfs {
             loop {
                 tokio::time::sleep(PATIENCE).await;
                 let last = last.lock().clone();
-                if let Some(known) = last.filter(|_| !self.client.away().is_empty()) {
+                if let Some(known) = last.filter(|_| !self.client.servers().away().is_empty()) {
                     return known;
                 }
             }
@@ -259,7 +262,7 @@ impl Vfs {
     pub(crate) async fn while_served(&self, limit: Duration) {
         const LOOK: Duration = Duration::from_millis(10);
         let end = Instant::now() + limit;
-        while self.client.away().is_empty() && Instant::now() < end {
+        while self.client.servers().away().is_empty() && Instant::now() < end {
             tokio::time::sleep(LOOK).await;
         }
     }

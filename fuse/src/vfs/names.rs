@@ -64,7 +64,7 @@ impl Vfs {
         if self.uncounted.lock().is_some_and(|at| at.elapsed() < COUNT_PAUSE) {
             return None;
         }
-        match tokio::time::timeout(COUNT_LIMIT, self.client.allocated(ino)).await {
+        match tokio::time::timeout(COUNT_LIMIT, self.client.space().allocated(ino)).await {
             Ok(counted) => counted
                 .inspect_err(|e| tracing::debug!(ino, "asking for the space in use: {e}"))
                 .ok(),

@@ -47,7 +47,7 @@ impl Vfs {
         let ino = self.inner(ino);
         match of_mount(name) {
             Some(rest) => self.get_virtual(caller, ino, rest).await,
-            None => match self.client.getxattr(&self.creds(caller), ino, name).await {
+            None => match self.client.xattrs().get(&self.creds(caller), ino, name).await {
                 Ok(value) => Ok(Bytes::from(value)),
                 Err(e) => Err(self
                     .or_held(ino, e)
@@ -73,18 +73,22 @@ impl Vfs {
                 let spec = pb::LayoutSpec::decode(value).map_err(|e| {
                     Error::new(Code::Inval, format!("strake.spec is not a layout spec: {e}"))
                 })?;
-                self.client.set_layout(caller.with(&creds), ino, Some(spec)).await
+                self.client.layouts().set(caller.with(&creds), ino, Some(spec)).await
             }
             Some(b"seal") => {
                 let step = pb::Seal::decode(value).map_err(|e| {
                     Error::new(Code::Inval, format!("strake.seal is not a step of sealing: {e}"))
                 })?;
-                self.client.seal(caller.with(&creds), pb::Seal { ino, ..step }).await.map(drop)
+                self.client
+                    .seals()
+                    .step(caller.with(&creds), pb::Seal { ino, ..step })
+                    .await
+                    .map(drop)
             }
             Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be set")),
             None => {
                 let caller = caller.with(&creds);
-                self.client.setxattr(caller, ino, name, value, flags).await.map_err(stale)
+                self.client.xattrs().set(caller, ino, name, value, flags).await.map_err(stale)
             }
         }
     }
@@ -93,18 +97,20 @@ impl Vfs {
         let ino = self.inner(ino);
         let creds = self.creds(caller);
         match of_mount(name) {
-            Some(b"spec") => self.client.set_layout(caller.with(&creds), ino, None).await,
+            Some(b"spec") => self.client.layouts().set(caller.with(&creds), ino, None).await,
             Some(_) => {
                 Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be removed"))
             }
-            None => self.client.removexattr(caller.with(&creds), ino, name).await.map_err(stale),
+            None => {
+                self.client.xattrs().remove(caller.with(&creds), ino, name).await.map_err(stale)
+            }
         }
     }
 
     /// The names, each followed by a NUL.
     pub async fn listxattr(&self, caller: Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
         let ino = self.inner(ino);
-        let names = match self.client.listxattr(&self.creds(caller), ino).await {
+        let names = match self.client.xattrs().list(&self.creds(caller), ino).await {
             Ok(names) => names,
             Err(e) => self.or_held(ino, e).map(|_| Vec::new())?,
         };
@@ -120,11 +126,13 @@ impl Vfs {
         let name = std::str::from_utf8(name).map_err(|_| no_data("no such strake.* attribute"))?;
         match name {
             "fid" => return Ok(Fid::from_ino(ino).to_string().into_bytes().into()),
-            "name" => return Ok(self.client.map().map.fs_name.clone().into_bytes().into()),
-            "roads" => return Ok(self.client.file_roads(ino).encode_to_vec().into()),
+            "name" => {
+                return Ok(self.client.servers().map().map.fs_name.clone().into_bytes().into());
+            }
+            "roads" => return Ok(self.client.servers().file_roads(ino).encode_to_vec().into()),
             "statfs" => return Ok(self.statfs().await?.encode_to_vec().into()),
             "layout" => {
-                let found = self.client.get_layout(&self.creds(caller), ino).await?;
+                let found = self.client.layouts().get(&self.creds(caller), ino).await?;
                 return match (found.layout, found.spec) {
                     (Some(layout), _) => Ok(layout.encode_to_vec().into()),
                     (None, Some(spec)) => Ok(spec.encode_to_vec().into()),
@@ -132,7 +140,7 @@ impl Vfs {
                 };
             }
             "effective" => {
-                let found = self.client.get_layout(&self.creds(caller), ino).await?;
+                let found = self.client.layouts().get(&self.creds(caller), ino).await?;
                 let layout =
                     found.effective.or(found.layout).ok_or_else(|| no_data("no layout"))?;
                 return Ok(layout.encode_to_vec().into());
@@ -140,7 +148,8 @@ impl Vfs {
             "seal" => {
                 return Ok(self
                     .client
-                    .get_seal(&self.creds(caller), ino, None)
+                    .seals()
+                    .get(&self.creds(caller), ino, None)
                     .await?
                     .0
                     .encode_to_vec()
@@ -150,11 +159,11 @@ impl Vfs {
         }
         if let Some(page) = name.strip_prefix("seal.") {
             let page = page.parse().map_err(|_| no_data("strake.seal.N takes a number"))?;
-            return Ok(self.client.get_seal(&self.creds(caller), ino, Some(page)).await?.1);
+            return Ok(self.client.seals().get(&self.creds(caller), ino, Some(page)).await?.1);
         }
         if let Some(number) = name.strip_prefix("map.") {
             let number = number.parse().map_err(|_| no_data("strake.map.N takes a number"))?;
-            let map = self.client.map();
+            let map = self.client.servers().map();
             return map_part(map.version(), &map.map.encode_to_vec(), number);
         }
         if let Some(fid) = name.strip_prefix("path.") {

@@ -85,18 +85,18 @@ async fn a_lock_that_comes_after_its_caller_has_gone_is_given_back_before_others
     for owner in 10..30 {
         cluster.stall(true);
         let asked = lock(owner, LockType::LockWrite);
-        let asking = client.set_lock(attr.ino, &asked, false);
+        let asking = client.locks().set(attr.ino, &asked, false);
         tokio::time::timeout(Duration::from_millis(20), asking)
             .await
             .expect_err("no server answers");
-        let mut given_back = std::pin::pin!(client.unlocked(attr.ino));
+        let mut given_back = std::pin::pin!(client.locks().unlocked(attr.ino));
         let early = tokio::time::timeout(Duration::from_millis(1), given_back.as_mut()).await;
         early.expect_err("the request is under way");
         cluster.stall(false);
         given_back.await;
-        assert!(!client.is_unlocking(attr.ino, owner), "it is just being given back");
+        assert!(!client.locks().is_unlocking(attr.ino, owner), "it is just being given back");
         for mode in [LockType::LockWrite, LockType::LockUnlock] {
-            client.set_lock(attr.ino, &lock(1, mode), false).await.unwrap();
+            client.locks().set(attr.ino, &lock(1, mode), false).await.unwrap();
         }
     }
 }

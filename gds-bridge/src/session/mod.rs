@@ -280,7 +280,7 @@ impl Session {
                     }
                 },
             };
-            s.client.set_layout(&s.creds, ino, Some(stripes.into())).await
+            s.client.layouts().set(&s.creds, ino, Some(stripes.into())).await
         })
     }
 

@@ -121,7 +121,7 @@ impl Inner {
                 "is not sealed, and only sealed files have copies: run `lfs seal` first",
             )
         };
-        let info = match self.client.get_seal(&creds, file.ino(), None).await {
+        let info = match self.client.seals().get(&creds, file.ino(), None).await {
             Err(e) if e.code == Code::NoData => return Err(not()),
             r => r?.0,
         };
@@ -135,7 +135,7 @@ impl Inner {
         let sealed = of_manifest(&self.client.fs_uuid(), file.ino(), &manifest)?;
         let mut digests = Vec::new();
         for page in 0..seal::pages(sealed.size) {
-            let (_, bytes) = self.client.get_seal(&creds, file.ino(), Some(page)).await?;
+            let (_, bytes) = self.client.seals().get(&creds, file.ino(), Some(page)).await?;
             digests.extend(
                 bytes.chunks_exact(DIGEST).map(|d| Digest::try_from(d).expect("as many bytes")),
             );

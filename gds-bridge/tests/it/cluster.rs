@@ -184,7 +184,7 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
     let tensor = crate::ram::device(&mem, &vec![0; data.len()]);
     // Do not read from the cache: it would report the transport by which the bytes arrived earlier.
     let (uncached, _) = c.open(&user(), f.ino(), RW | O_DIRECT).await.unwrap();
-    let by_road = || c.file_roads(f.ino()).file;
+    let by_road = || c.servers().file_roads(f.ino()).file;
     let moved = |of: fn(&strake_proto::pb::FileRoad) -> u64| by_road().iter().map(of).sum::<u64>();
     assert_eq!(
         (moved(|r| r.sent), by_road()[3].sent),

@@ -123,11 +123,17 @@ pub(super) async fn serve(
             let learning =
                 tokio::time::timeout(section.retry(), strake_fuse::learn(&mount, &client, &keep));
             learning.await.map_err(|_| {
-                let m = format!("connected, but then there was no answer from {}", client.away());
+                let m = format!(
+                    "connected, but then there was no answer from {}",
+                    client.servers().away()
+                );
                 Error::new(Code::TimedOut, m)
             })??;
-            link.send(&Message::Connected { name: client.map().map.fs_name.clone() }, &[])
-                .map_err(failed)?;
+            link.send(
+                &Message::Connected { name: client.servers().map().map.fs_name.clone() },
+                &[],
+            )
+            .map_err(failed)?;
             // The supervisor mounts now, which needs nothing of this process.
             let reply = tokio::task::block_in_place(|| link.receive()).map_err(failed)?;
             reply.ok_or_else(gone)?.1
@@ -173,7 +179,7 @@ async fn obey(link: &Link, watch: &UnixDatagram, client: &Client) {
 
 /// Data that is not stable yet, and why.
 fn state(client: &Client) -> String {
-    let (bytes, away) = (client.stats().unstable_bytes, client.away());
+    let (bytes, away) = (client.stats().unstable_bytes, client.servers().away());
     let why = if away.is_empty() { String::new() } else { format!("; no answer from {away}") };
     format!("{bytes} written bytes are not on disk yet{why}")
 }

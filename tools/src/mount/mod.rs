@@ -474,7 +474,7 @@ async fn connect_with(
         Roads::new(env.clone(), Identity::client(client_key), None, pool, Default::default())
             .only(roads);
     let client = Client::connect(config, env, Arc::new(fabric.clone())).await?;
-    let map = client.map();
+    let map = client.servers().map();
     for n in map.map.nodes.iter().filter(|n| n.role != ROLE_MDS) {
         match fabric
             .ways(&n.endpoints)

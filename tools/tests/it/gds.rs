@@ -283,7 +283,7 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
         let r = r.unwrap();
         assert!(r.is_all(Tier::BounceTcp), "{r}");
         assert_eq!((r.staged, r.by_road[Road::Tcp]), (0, len), "no byte was copied once more: {r}");
-        let of_file = b.file_roads(f.ino()).file;
+        let of_file = b.servers().file_roads(f.ino()).file;
         let tcp = of_file.iter().find(|r| r.road == "tcp").unwrap();
         assert_eq!((tcp.fetched, of_file.iter().map(|r| r.fetched).sum::<u64>()), (len, len));
         assert!(bridge.pinned_buffers() > 0);

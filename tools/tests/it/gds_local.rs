@@ -112,7 +112,7 @@ fn seal(s: &Session, file: &File, bytes: &[u8], finish: bool) {
     let (ino, me) = (file.ino(), Creds::default());
     let step = |id, step| {
         let change = pb::Seal { ino, id, step: Some(step) };
-        s.with_client(async |c| c.seal(&me, change.clone()).await).unwrap()
+        s.with_client(async |c| c.seals().step(&me, change.clone()).await).unwrap()
     };
     let id = step(0, Step::Begin(pb::SealBegin {})).unwrap().id;
     if !finish {

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use strake_proto::{ChainId, Code, Error, Result, TargetId, layout::StripeMap, map::MapView, pb};
 
 use super::File;
+use crate::api::space::Space;
 
 /// How many of `new` bytes of a range lie on each chain.
 fn shares(stripes: &StripeMap, offset: u64, len: u64, new: u64) -> BTreeMap<ChainId, u64> {
@@ -48,21 +49,21 @@ impl File {
     /// is what the metadata servers heard last.
     pub async fn check_room(&self, offset: u64, len: u64) -> Result<()> {
         let (core, inode) = (&self.0.core, &self.0.inode);
-        let client = crate::Client { core: core.clone() };
+        let space = Space { core };
         core.writeback.send_held(inode).await;
         let size = core.files.fresh_size(inode).await?;
         let overlap = size.min(offset.saturating_add(len)).saturating_sub(offset);
         let there = match overlap {
             0 => 0,
-            n if inode.may_have_holes() => n.min(client.allocated(inode.ino).await?),
+            n if inode.may_have_holes() => n.min(space.allocated(inode.ino).await?),
             n => n,
         };
         let of = shares(&inode.placed().stripes, offset, len, len - there);
         if of.values().all(|n| *n == 0) {
             return Ok(());
         }
-        let space = client.statfs(&pb::Creds::default(), "").await?;
-        lacking(&core.shared.map(), &of, &space.targets).map_or(Ok(()), Err)
+        let known = space.statfs(&pb::Creds::default(), "").await?;
+        lacking(&core.shared.map(), &of, &known.targets).map_or(Ok(()), Err)
     }
 }
 

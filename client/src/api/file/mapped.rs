@@ -17,9 +17,9 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AsOf {
     /// No other client has changed them as long as this is the file's tenure:
-    /// [`crate::Client::tenure`].
+    /// [`crate::Copies::tenure`].
     Tenure(u64),
-    /// No other client changes them as long as this lock is held: [`crate::Client::holds_pages`].
+    /// No other client changes them as long as this lock is held: [`crate::Copies::holds_pages`].
     Locked(u64),
     /// They are valid as long as the file's attributes have this `change`.
     Change(u64),

@@ -39,8 +39,8 @@ const UNLOCK: LockType = LockType::LockUnlock;
 /// Whether the lock can be had now. It is given back at once.
 async fn can(c: &Client, file: Ino, mode: LockType) -> bool {
     let other = Lock { owner: 99, ..lock(mode) };
-    match c.set_lock(file, &other, false).await {
-        Ok(_) => c.set_lock(file, &Lock { mode: UNLOCK, ..other }, false).await.is_ok(),
+    match c.locks().set(file, &other, false).await {
+        Ok(_) => c.locks().set(file, &Lock { mode: UNLOCK, ..other }, false).await.is_ok(),
         Err(e) => {
             assert_eq!(e.code, Code::LockConflict);
             false
@@ -57,29 +57,29 @@ fn who_stops_waiting_at_any_moment_has_what_he_had_before() {
             .into_iter()
             .flat_map(|(h, s)| s.map(move |s| (h, s)))
         {
-            a.set_lock(file, &lock(READ), false).await.unwrap();
+            a.locks().set(file, &lock(READ), false).await.unwrap();
             if let Some(mode) = had {
-                b.set_lock(file, &lock(mode), false).await.unwrap();
+                b.locks().set(file, &lock(mode), false).await.unwrap();
             }
             let begun = Instant::now();
             let gives_up = async {
                 sleep(Duration::from_millis(20)).await;
-                a.set_lock(file, &lock(UNLOCK), false).await.unwrap();
+                a.locks().set(file, &lock(UNLOCK), false).await.unwrap();
             };
             let (patience, wanted) = (Duration::from_millis(step), lock(WRITE));
             let (got, ()) =
-                tokio::join!(timeout(patience, b.set_lock(file, &wanted, true)), gives_up);
+                tokio::join!(timeout(patience, b.locks().set(file, &wanted, true)), gives_up);
             let stopped = got.is_err();
             assert_eq!(got.is_ok_and(|r| r.is_ok()), !stopped, "{step}");
             if stopped {
                 // Once the owner's next request is answered, nothing is on the way any more.
                 let span = Lock { start: 0, end: 0, ..lock(READ) };
-                b.set_lock(file, &span, false).await.unwrap();
-                b.set_lock(file, &Lock { mode: UNLOCK, ..span }, false).await.unwrap();
+                b.locks().set(file, &span, false).await.unwrap();
+                b.locks().set(file, &Lock { mode: UNLOCK, ..span }, false).await.unwrap();
                 let others = (can(&a, file, READ).await, can(&a, file, WRITE).await);
                 assert_eq!(others, (true, had.is_none()), "{had:?}, stopped after {step} ms");
             }
-            b.set_lock(file, &lock(UNLOCK), false).await.unwrap();
+            b.locks().set(file, &lock(UNLOCK), false).await.unwrap();
             assert!(can(&a, file, WRITE).await);
             assert!(begun.elapsed() < Duration::from_secs(5));
         }
@@ -89,21 +89,21 @@ fn who_stops_waiting_at_any_moment_has_what_he_had_before() {
 #[test]
 fn a_waiter_is_not_overtaken_by_who_takes_and_drops_it_all_the_time() {
     simulated(|a, b, file| async move {
-        a.set_lock(file, &lock(WRITE), false).await.unwrap();
+        a.locks().set(file, &lock(WRITE), false).await.unwrap();
         let waiter = async {
-            b.set_lock(file, &lock(WRITE), true).await.unwrap();
-            b.set_lock(file, &lock(UNLOCK), false).await.unwrap();
+            b.locks().set(file, &lock(WRITE), true).await.unwrap();
+            b.locks().set(file, &lock(UNLOCK), false).await.unwrap();
         };
         let mut rounds = 0;
         let greedy = async {
             loop {
                 sleep(Duration::from_millis(20)).await;
-                a.set_lock(file, &lock(UNLOCK), false).await.unwrap();
+                a.locks().set(file, &lock(UNLOCK), false).await.unwrap();
                 rounds += 1;
                 // With or without waiting, `a` comes after the client that waits.
-                while rounds % 2 == 0 && a.set_lock(file, &lock(WRITE), false).await.is_err() {}
+                while rounds % 2 == 0 && a.locks().set(file, &lock(WRITE), false).await.is_err() {}
                 if rounds % 2 == 1 {
-                    a.set_lock(file, &lock(WRITE), true).await.unwrap();
+                    a.locks().set(file, &lock(WRITE), true).await.unwrap();
                 }
             }
         };
@@ -120,7 +120,7 @@ fn a_waiter_is_not_overtaken_by_who_takes_and_drops_it_all_the_time() {
 #[test]
 fn all_waiters_of_a_client_get_it_one_after_the_other() {
     simulated(|a, b, file| async move {
-        a.set_lock(file, &lock(WRITE), false).await.unwrap();
+        a.locks().set(file, &lock(WRITE), false).await.unwrap();
         let order = parking_lot::Mutex::new(Vec::new());
         let one = |owner: u64| {
             let (b, order) = (&b, &order);
@@ -128,14 +128,14 @@ fn all_waiters_of_a_client_get_it_one_after_the_other() {
                 let mine = Lock { owner, ..lock(WRITE) };
                 // They ask in the order of their numbers.
                 sleep(Duration::from_millis(owner * 50)).await;
-                b.set_lock(file, &mine, true).await.unwrap();
+                b.locks().set(file, &mine, true).await.unwrap();
                 order.lock().push(owner);
-                b.set_lock(file, &Lock { mode: UNLOCK, ..mine }, false).await.unwrap();
+                b.locks().set(file, &Lock { mode: UNLOCK, ..mine }, false).await.unwrap();
             }
         };
         let gives_up = async {
             sleep(Duration::from_secs(4)).await;
-            a.set_lock(file, &lock(UNLOCK), false).await.unwrap();
+            a.locks().set(file, &lock(UNLOCK), false).await.unwrap();
         };
         let begun = Instant::now();
         tokio::join!(futures_util::future::join_all((0..50).map(one)), gives_up);
@@ -144,16 +144,16 @@ fn all_waiters_of_a_client_get_it_one_after_the_other() {
         // Beyond the limit a wait is refused at once.
         let many = (0..strake_client::MAX_WAITS as u64 + 1).map(|owner| {
             let (b, mine) = (&b, Lock { owner: 1000 + owner, ..lock(WRITE) });
-            async move { b.set_lock(file, &mine, true).await }
+            async move { b.locks().set(file, &mine, true).await }
         });
-        a.set_lock(file, &lock(WRITE), false).await.unwrap();
+        a.locks().set(file, &lock(WRITE), false).await.unwrap();
         let mut many: Vec<_> = many.map(Box::pin).collect();
         let last = many.pop().unwrap();
         let mut rest = Box::pin(futures_util::future::join_all(many));
         assert!(timeout(Duration::from_secs(2), &mut rest).await.is_err());
         assert_eq!(last.await.unwrap_err().code, Code::NoLock);
         drop(rest);
-        a.set_lock(file, &lock(UNLOCK), false).await.unwrap();
+        a.locks().set(file, &lock(UNLOCK), false).await.unwrap();
         assert!(can(&a, file, WRITE).await, "they left nothing");
     });
 }
