@@ -120,6 +120,15 @@ impl Core {
         self.writeback.send_held(inode).await;
         self.files.push_size(inode).await
     }
+
+    /// Returns when all bytes written through this client are stable and the size is in the
+    /// metadata log.
+    pub(crate) async fn sync_inode(self: &Arc<Self>, inode: &Arc<Inode>) -> Result<()> {
+        self.writeback.send_held(inode).await;
+        self.updates.fence(inode).await?;
+        self.updates.flush_inode(inode.ino).await?;
+        self.files.push_size(inode).await
+    }
 }
 
 impl SessionOwner for Core {

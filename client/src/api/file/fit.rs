@@ -1,11 +1,10 @@
 //! Checks whether there is space for more bytes of a file.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use strake_proto::{ChainId, Code, Error, Result, TargetId, layout::StripeMap, map::MapView, pb};
 
-use super::File;
-use crate::api::space::Space;
+use crate::{api::space::Space, core::Core, inode::Inode};
 
 /// How many of `new` bytes of a range lie on each chain.
 fn shares(stripes: &StripeMap, offset: u64, len: u64, new: u64) -> BTreeMap<ChainId, u64> {
@@ -43,28 +42,28 @@ fn lacking(map: &MapView, of: &BTreeMap<ChainId, u64>, space: &[pb::TargetSpace]
     Some(Error::new(Code::NoSpc, m))
 }
 
-impl File {
-    /// Returns `ENOSPC` if the range does not fit on the chains of the file. Every copy counts;
-    /// what is already stored of the range does not. Nothing is reserved. The free space of targets
-    /// is what the metadata servers heard last.
-    pub async fn check_room(&self, offset: u64, len: u64) -> Result<()> {
-        let (core, inode) = (&self.0.core, &self.0.inode);
-        let space = Space { core };
-        core.writeback.send_held(inode).await;
-        let size = core.files.fresh_size(inode).await?;
-        let overlap = size.min(offset.saturating_add(len)).saturating_sub(offset);
-        let there = match overlap {
-            0 => 0,
-            n if inode.may_have_holes() => n.min(space.allocated(inode.ino).await?),
-            n => n,
-        };
-        let of = shares(&inode.placed().stripes, offset, len, len - there);
-        if of.values().all(|n| *n == 0) {
-            return Ok(());
-        }
-        let known = space.statfs(&pb::Creds::default(), "").await?;
-        lacking(&core.shared.map(), &of, &known.targets).map_or(Ok(()), Err)
+/// `ENOSPC` if the range does not fit on the chains of the file, see [`super::File::check_room`].
+pub(super) async fn check_room(
+    core: &Arc<Core>,
+    inode: &Arc<Inode>,
+    offset: u64,
+    len: u64,
+) -> Result<()> {
+    let space = Space { core };
+    core.writeback.send_held(inode).await;
+    let size = core.files.fresh_size(inode).await?;
+    let overlap = size.min(offset.saturating_add(len)).saturating_sub(offset);
+    let there = match overlap {
+        0 => 0,
+        n if inode.may_have_holes() => n.min(space.allocated(inode.ino).await?),
+        n => n,
+    };
+    let of = shares(&inode.placed().stripes, offset, len, len - there);
+    if of.values().all(|n| *n == 0) {
+        return Ok(());
     }
+    let known = space.statfs(&pb::Creds::default(), "").await?;
+    lacking(&core.shared.map(), &of, &known.targets).map_or(Ok(()), Err)
 }
 
 #[cfg(test)]

@@ -8,12 +8,12 @@ use std::{
 use strake_fabric::Foreign;
 use strake_proto::{Code, Error, Result, checksum::BLOCK, layout::MAX_FILE_SIZE};
 
-use super::{File, O_DSYNC, Teller};
+use super::{reads::Reads, told::Teller, writes::Writes};
 use crate::{
     config::Counters,
     core::Core,
     data::foreign::{Arrived, MOST},
-    inode::{Inode, O_ACCMODE, O_WRONLY},
+    inode::Inode,
     read::cache::Change,
 };
 
@@ -48,44 +48,33 @@ impl Drop for Writing<'_> {
     }
 }
 
-impl File {
-    /// Reads `[offset, offset + into.len())`, up to the end of the file, into foreign memory. The
-    /// storage servers write there over separate connections; only bytes that came with an answer
-    /// pass through this process. Returns the pieces of the range, in order. Nothing is written for
-    /// holes, so the caller clears them, and the caller compares the checksums. When this returns,
-    /// or is dropped, no server can access the memory any more.
-    ///
-    /// Fails with `EOPNOTSUPP` and an explanation where the storage servers are not reached by
-    /// RDMA, or where the memory cannot be registered with the RDMA device that leads there;
-    /// otherwise with the errors of [`File::read`]. At most 16 MiB.
-    pub async fn read_foreign(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
-        let h = &self.0;
-        self.check(h.flags & O_ACCMODE != O_WRONLY, "reading")?;
+impl Reads {
+    /// See [`super::File::read_foreign`].
+    pub(super) async fn read_foreign(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
+        let (core, inode) = (&self.core, &self.inode);
         check_len(into)?;
         // Dirty data of this client is on no server yet.
-        h.core.writeback.send_held(&h.inode).await;
-        let size = h.core.files.fresh_size(&h.inode).await?;
-        h.inode.check_missing(h.since, &(offset..offset.saturating_add(into.len())))?;
+        core.writeback.send_held(inode).await;
+        let size = core.files.fresh_size(inode).await?;
+        inode.check_missing(self.since, &(offset..offset.saturating_add(into.len())))?;
         let end = offset.saturating_add(into.len()).min(size);
         if offset >= end {
             return Ok(Vec::new());
         }
-        h.inode.check_placed()?;
-        Counters::add(&h.core.shared.stats.read_bytes, end - offset);
-        h.core.storage.read_foreign(&h.inode, offset..end, &into.slice(0..end - offset)).await
+        inode.check_placed()?;
+        Counters::add(&core.shared.stats.read_bytes, end - offset);
+        core.storage.read_foreign(inode, offset..end, &into.slice(0..end - offset)).await
     }
+}
 
-    /// Writes foreign memory at `offset`, a multiple of 4 KiB: the storage servers read the memory,
-    /// and every byte is on disk in all replicas when this returns. A larger file size is reported
-    /// to the metadata server as after other writes: at the next fsync, or before this returns with
-    /// O_DSYNC or O_SYNC. `sums`: the CRC32C of each 4 KiB block of the memory (the last may be
-    /// shorter); the servers compare and store them. When this returns, or is dropped, no server
-    /// can access the memory any more; after an error each 4 KiB block of the file is old or new.
-    ///
-    /// Fails as [`File::read_foreign`] and [`File::write`] do, and with `Resend` when the bytes
-    /// that the servers read do not match the sums.
-    pub async fn write_foreign(&self, offset: u64, from: &Foreign, sums: &[u32]) -> Result<()> {
-        self.check(self.is_writable(), "writing")?;
+impl Writes {
+    /// See [`super::File::write_foreign`].
+    pub(super) async fn write_foreign(
+        &self,
+        offset: u64,
+        from: &Foreign,
+        sums: &[u32],
+    ) -> Result<()> {
         check_len(from)?;
         self.tell_errors(Teller::Write)?;
         let wrong = |m: &str| Error::new(Code::Inval, m);
@@ -100,7 +89,7 @@ impl File {
         let end = offset.checked_add(from.len()).filter(|e| *e <= MAX_FILE_SIZE);
         let range =
             offset..end.ok_or_else(|| Error::new(Code::FBig, "beyond the largest file size"))?;
-        let (core, inode) = (&self.0.core, &self.0.inode);
+        let (core, inode) = (&self.core, &self.inode);
         let _using = core.use_to_change(inode.ino).await?;
         for _ in 0..TURNS {
             core.writeback.send_held(inode).await;
@@ -124,20 +113,17 @@ impl File {
         from: &Foreign,
         sums: &[u32],
     ) -> Result<()> {
-        let h = &self.0;
-        let mut writing = Writing::begin(&h.core, &h.inode, range.clone());
-        let (session, done, outcome) = h
-            .core
-            .updates
-            .write_foreign(&h.inode, range.start, (from, sums), &writing.handed)
-            .await;
+        let (core, inode) = (&self.core, &self.inode);
+        let mut writing = Writing::begin(core, inode, range.clone());
+        let (session, done, outcome) =
+            core.updates.write_foreign(inode, range.start, (from, sums), &writing.handed).await;
         writing.ended = outcome.is_ok();
         if done > 0 {
-            h.inode.wrote(session, range.start..range.start + done, &h.creds)?;
+            inode.wrote(session, range.start..range.start + done, &self.creds)?;
         }
         outcome?;
-        if h.flags & O_DSYNC != 0 {
-            h.core.files.push_size(&h.inode).await?;
+        if self.is_stable() {
+            core.files.push_size(inode).await?;
         }
         Ok(())
     }

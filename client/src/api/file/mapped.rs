@@ -4,12 +4,12 @@
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Result, SessionId};
 
-use super::{File, Way};
+use super::{
+    reads::Reads,
+    writes::{Way, Writes},
+};
 use crate::{
-    data::chains::session_lost,
-    handover::operation::Operation,
-    inode::{O_ACCMODE, O_WRONLY},
-    locks::page_uses::Using,
+    data::chains::session_lost, handover::operation::Operation, locks::page_uses::Using,
     locks::pages::Mode,
 };
 
@@ -25,18 +25,15 @@ pub enum AsOf {
     Change(u64),
 }
 
-impl File {
-    /// As [`File::read`], for a caller that keeps the bytes for as long as they stay valid. `asked`
-    /// is called when the metadata servers are not asked any more. No other client changes the file
-    /// until the last part of what is returned is dropped.
-    pub async fn read_to_keep(
+impl Reads {
+    /// See [`super::File::read_to_keep`].
+    pub(super) async fn read_to_keep(
         &self,
         offset: u64,
         len: usize,
         asked: impl Fn(),
     ) -> Result<(Vec<Buf>, AsOf, Option<Using>)> {
-        let (core, inode) = (&self.0.core, &self.0.inode);
-        self.check(self.0.flags & O_ACCMODE != O_WRONLY, "reading")?;
+        let (core, inode) = (&self.core, &self.inode);
         loop {
             if !core.pages.locks_pages() {
                 let (bufs, as_of) = self.read_unlocked(offset, len, asked).await?;
@@ -53,7 +50,7 @@ impl File {
                     using.zip(known).inspect(|_| asked())
                 };
                 if let Some((using, (size, tenure))) = begun {
-                    let bufs = self.read_below(size, None, offset, len).await?;
+                    let bufs = self.below(size, None, offset, len).await?;
                     return Ok((bufs, self.as_of(tenure), Some(using)));
                 }
             }
@@ -65,7 +62,7 @@ impl File {
             let Some((number, _)) = using.lock() else { continue };
             if using.is_sized() {
                 asked();
-                let bufs = self.read_below(inode.size(), None, offset, len).await?;
+                let bufs = self.below(inode.size(), None, offset, len).await?;
                 return Ok((bufs, AsOf::Locked(number), Some(using)));
             }
             // The answer with the size may itself wait until this client gives up the lock.
@@ -76,7 +73,7 @@ impl File {
     }
 
     fn as_of(&self, tenure: u64) -> AsOf {
-        let (core, inode) = (&self.0.core, &self.0.inode);
+        let (core, inode) = (&self.core, &self.inode);
         match core.lease_cache.tenure(core.shared.env.boot(), inode.ino) == Some(tenure) {
             true => AsOf::Tenure(tenure),
             // There was a recall meanwhile: the bytes may be older than it.
@@ -91,58 +88,52 @@ impl File {
         len: usize,
         asked: impl Fn(),
     ) -> Result<(Vec<Buf>, AsOf)> {
-        let h = &self.0;
-        let size = h.core.files.fresh_size(&h.inode).await?;
-        let leased = h.core.files.known_size(&h.inode).map(|(_, tenure)| tenure);
+        let (core, inode) = (&self.core, &self.inode);
+        let size = core.files.fresh_size(inode).await?;
+        let leased = core.files.known_size(inode).map(|(_, tenure)| tenure);
         // Bytes that are read from here on are at least as new as this.
-        let change = h.inode.attr().change;
+        let change = inode.attr().change;
         asked();
-        let bufs = self.read_below(size, None, offset, len).await?;
+        let bufs = self.below(size, None, offset, len).await?;
         Ok((bufs, leased.map_or(AsOf::Change(change), |t| self.as_of(t))))
     }
+}
 
-    /// Writes back what was stored through a memory mapping of the file: as [`File::write`], but
-    /// the file does not get longer, and bytes beyond its end are dropped. With `only`, fails with
-    /// `EIO` and writes nothing in any other session: the bytes were stored before that session was
-    /// lost. `operation` is as for [`File::write_until`].
-    pub async fn write_mapped(
+impl Writes {
+    /// See [`super::File::write_mapped`].
+    pub(super) async fn write_mapped(
         &self,
         operation: Option<&Operation>,
         offset: u64,
         data: Buf,
         only: Option<SessionId>,
     ) -> Result<()> {
-        self.check(self.is_writable(), "writing")?;
-        let (me, operation) = (self.clone(), operation.cloned());
-        let writing = async move {
-            let (core, inode) = (&me.0.core, &me.0.inode);
-            core.writeback.send_held(inode).await;
-            // The metadata server is not asked: its answer may wait for this write.
-            let end = inode.size().min(offset.saturating_add(data.len() as u64));
-            if end <= offset {
-                return Ok(());
-            }
-            let (len, tenure) =
-                ((end - offset) as usize, core.files.known_size(inode).map(|(_, tenure)| tenure));
-            let way = Way { only, within: true, operation: operation.as_ref() };
-            let n = match me.write_now(offset, vec![data.slice(0..len)], way).await {
-                Err(e) if e.code == Code::NoSession => return Err(session_lost()),
-                n => n?,
-            };
-            if !core.pages.is_mine(inode.ino)
-                && (tenure.is_none()
-                    || core.lease_cache.tenure(core.shared.env.boot(), inode.ino) != tenure)
-            {
-                // Another client may have truncated the file meanwhile: then there are bytes beyond
-                // its end.
-                inode.may_be_cut();
-            }
-            if n < len {
-                Err(Error::new(Code::NoSpc, "no space left for a page of a mapping"))
-            } else {
-                Ok(())
-            }
+        let (core, inode) = (&self.core, &self.inode);
+        core.writeback.send_held(inode).await;
+        // The metadata server is not asked: its answer may wait for this write.
+        let end = inode.size().min(offset.saturating_add(data.len() as u64));
+        if end <= offset {
+            return Ok(());
+        }
+        let (len, tenure) =
+            ((end - offset) as usize, core.files.known_size(inode).map(|(_, tenure)| tenure));
+        let way = Way { only, within: true, operation };
+        let n = match self.write_now(offset, vec![data.slice(0..len)], way).await {
+            Err(e) if e.code == Code::NoSession => return Err(session_lost()),
+            n => n?,
         };
-        self.0.core.shared.detached(writing).await
+        if !core.pages.is_mine(inode.ino)
+            && (tenure.is_none()
+                || core.lease_cache.tenure(core.shared.env.boot(), inode.ino) != tenure)
+        {
+            // Another client may have truncated the file meanwhile: then there are bytes beyond
+            // its end.
+            inode.may_be_cut();
+        }
+        if n < len {
+            Err(Error::new(Code::NoSpc, "no space left for a page of a mapping"))
+        } else {
+            Ok(())
+        }
     }
 }

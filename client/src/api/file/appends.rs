@@ -1,16 +1,19 @@
 //! Appends, including appends in pieces: the kernel cuts one write(2) of a program into several
 //! requests, and no other write may get between them.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
+use parking_lot::Mutex;
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Result};
 use tokio::{sync::OwnedMutexGuard, time::Instant};
 
-use super::{File, Way};
+use super::writes::{Way, Writes};
 use crate::{
+    core::Core,
     data::buffers,
     handover::{Appended, operation::Operation},
+    inode::Inode,
     locks::End,
 };
 
@@ -40,13 +43,13 @@ pub struct Landed {
     /// Bytes written, fewer than given when space ran out or at the largest size of a file.
     pub len: usize,
     /// Set when the end of the file is kept for the next piece. It is kept until that piece
-    /// arrives, [`File::end_append`] is called with this number, or [`crate::Config::append_hold`]
-    /// is over.
+    /// arrives, [`crate::File::end_append`] is called with this number, or
+    /// [`crate::Config::append_hold`] is over.
     pub kept: Option<u64>,
 }
 
 /// The end of a file, kept for the next piece of an append.
-pub(super) struct Tail {
+struct Tail {
     number: u64,
     call: (u32, u64),
     /// Where the caller believes that the next piece goes.
@@ -64,66 +67,85 @@ impl Tail {
     }
 }
 
-impl File {
-    /// Writes at the end of the file; returns the offset. Appends never overlap, including those of
-    /// other clients.
-    pub async fn append(&self, data: Vec<Buf>) -> Result<u64> {
-        let len = buffers::total(&data);
-        let landed = self.append_until(None, data, None, ()).await?;
-        if landed.len < len {
-            return Err(Error::new(Code::NoSpc, "no space left for all of the bytes"));
-        }
-        Ok(landed.offset)
+/// The end of the file as this open file keeps it between the pieces of an append.
+#[derive(Default)]
+struct KeptEnd(Mutex<Option<Tail>>);
+
+impl KeptEnd {
+    fn number(&self) -> Option<u64> {
+        self.0.lock().as_ref().map(|t| t.number)
     }
 
-    /// As [`File::append`]. A piece goes directly behind the one before it, if that one is recent
-    /// enough. `operation` and `until` are as for [`File::write_until`].
-    pub async fn append_until(
+    fn keep(&self, tail: Tail) {
+        *self.0.lock() = Some(tail);
+    }
+
+    fn take(&self) -> Option<Tail> {
+        self.0.lock().take()
+    }
+
+    /// Gives up the end that is kept under this number. Returns whether it was.
+    fn end(&self, number: u64) -> bool {
+        self.0.lock().take_if(|t| t.number == number).is_some()
+    }
+}
+
+/// The appends of an open file.
+pub(super) struct Appends {
+    core: Arc<Core>,
+    inode: Arc<Inode>,
+    kept: Arc<KeptEnd>,
+}
+
+impl Appends {
+    pub fn new(core: &Arc<Core>, inode: &Arc<Inode>) -> Appends {
+        Appends { core: core.clone(), inode: inode.clone(), kept: Arc::default() }
+    }
+
+    /// The number under which the end of the file is kept.
+    pub fn kept_end(&self) -> Option<u64> {
+        self.kept.number()
+    }
+
+    /// The piece for which the end was kept under this number will not come. Returns whether the
+    /// end was still kept.
+    pub fn end_append(&self, number: u64) -> bool {
+        self.kept.end(number)
+    }
+
+    /// No piece will come any more.
+    pub fn forget_end(&self) {
+        drop(self.kept.take());
+    }
+
+    /// Writes at the end of the file, through `writes`.
+    pub async fn append(
         &self,
-        operation: Option<&Operation>,
+        writes: &Writes,
         data: Vec<Buf>,
         part: Option<Part>,
-        until: impl Send + 'static,
+        operation: Option<&Operation>,
     ) -> Result<Landed> {
-        self.check(self.is_writable(), "writing")?;
-        let (me, operation) = (self.clone(), operation.cloned());
-        let appending = async move {
-            let _until = until;
-            let operation = operation.as_ref();
-            match operation.and_then(Operation::append_again) {
-                Some(a) => Ok(Landed {
-                    offset: a.offset,
-                    len: me.append_again(a, data, operation).await?,
-                    kept: None,
-                }),
-                None => me.append_new(data, part, operation).await,
-            }
-        };
-        self.0.core.shared.detached(appending).await
-    }
-
-    /// The number under which the end of the file is kept for the next piece of an append by this
-    /// handle.
-    pub fn kept_end(&self) -> Option<u64> {
-        self.0.tail.lock().as_ref().map(|t| t.number)
-    }
-
-    /// Says that the piece for which the end of the file was kept under this number will not come.
-    /// Returns whether the end was still kept.
-    pub fn end_append(&self, number: u64) -> bool {
-        self.0.tail.lock().take_if(|t| t.number == number).is_some()
+        match operation.and_then(Operation::append_again) {
+            Some(a) => Ok(Landed {
+                offset: a.offset,
+                len: self.append_again(writes, a, data, operation).await?,
+                kept: None,
+            }),
+            None => self.append_new(writes, data, part, operation).await,
+        }
     }
 
     /// The end of the file for the next append, with the guards that keep other writers away: the
     /// one kept since the last piece, or a new one.
     async fn tail(&self, kept: Option<Tail>, part: Option<&Part>) -> Result<Tail> {
         if let Some(mut t) = kept
-            && (t.since.elapsed() < UNLOCKED && !self.0.core.pages.is_marked(self.0.inode.ino)
-                || self.0.core.lock_end_now(&self.0.inode, &mut t.end).await)
+            && (t.since.elapsed() < UNLOCKED && !self.core.pages.is_marked(self.inode.ino)
+                || self.core.lock_end_now(&self.inode, &mut t.end).await)
         {
             return Ok(t);
         }
-        let (core, inode) = (&self.0.core, &self.0.inode);
+        let (core, inode) = (&self.core, &self.inode);
         let one = inode.appending.clone().lock_owned().await;
         loop {
             // The capability comes first, so that the session is on record as a writer before the
@@ -147,32 +169,33 @@ impl File {
 
     async fn append_new(
         &self,
+        writes: &Writes,
         data: Vec<Buf>,
         part: Option<Part>,
         operation: Option<&Operation>,
     ) -> Result<Landed> {
         // A new append by this handle ends the one before, unless this is a piece of it.
-        let mut kept = self.0.tail.lock().take().filter(|t| part.is_some_and(|p| t.is_for(&p)));
+        let mut kept = self.kept.take().filter(|t| part.is_some_and(|p| t.is_for(&p)));
         let len = buffers::total(&data);
         loop {
             let mut tail = self.tail(kept.take(), part.as_ref()).await?;
-            let ino = self.0.inode.ino;
-            let using = match self.0.core.pages.use_freely(ino) {
+            let ino = self.inode.ino;
+            let using = match self.core.pages.use_freely(ino) {
                 Some(using) => using,
                 // Without the lock other clients must be told the size meanwhile: a holder of page
                 // locks may wait for it.
-                None if !self.0.core.lock_end_now(&self.0.inode, &mut tail.end).await => continue,
-                None => self.0.core.use_to_change(ino).await?,
+                None if !self.core.lock_end_now(&self.inode, &mut tail.end).await => continue,
+                None => self.core.use_to_change(ino).await?,
             };
             if using.session().is_some_and(|session| session != tail.end.session) {
                 continue;
             }
-            let offset = self.0.inode.append_end(tail.end.size);
+            let offset = self.inode.append_end(tail.end.size);
             if let Some(o) = operation {
                 o.set_append(tail.end.session, offset, len as u64);
             }
             let way = Way { operation, ..Way::only(tail.end.session) };
-            let done = match self.write_now(offset, data.clone(), way).await {
+            let done = match writes.write_now(offset, data.clone(), way).await {
                 // The end was lost with the session. Nothing was sent.
                 Err(e) if e.code == Code::NoSession => {
                     operation.into_iter().for_each(Operation::clear_append);
@@ -183,28 +206,24 @@ impl File {
             tail.end.size = offset + done as u64;
             tail.bytes += len as u64;
             let more = part.filter(|p| p.more && done == len);
-            return Ok(Landed {
-                offset,
-                len: done,
-                kept: more.and_then(|_| self.keep_end(tail, len)),
-            });
+            return Ok(Landed { offset, len: done, kept: more.and_then(|_| self.keep(tail, len)) });
         }
     }
 
     /// Keeps the end of the file for the next piece; returns its number.
-    fn keep_end(&self, mut tail: Tail, len: usize) -> Option<u64> {
-        let limit = self.0.core.shared.cfg.append_hold;
+    fn keep(&self, mut tail: Tail, len: usize) -> Option<u64> {
+        let limit = self.core.shared.cfg.append_hold;
         if limit.is_zero() {
             return None;
         }
-        let number = self.0.core.shared.env.random_u64();
+        let number = self.core.shared.env.random_u64();
         (tail.number, tail.next) = (number, tail.next + len as u64);
-        *self.0.tail.lock() = Some(tail);
-        let handle = std::sync::Arc::downgrade(&self.0);
-        self.0.core.shared.env.spawn(async move {
+        self.kept.keep(tail);
+        let kept = Arc::downgrade(&self.kept);
+        self.core.shared.env.spawn(async move {
             tokio::time::sleep(limit).await;
-            if let Some(h) = handle.upgrade() {
-                File(h).end_append(number);
+            if let Some(kept) = kept.upgrade() {
+                kept.end(number);
             }
         });
         Some(number)
@@ -214,6 +233,7 @@ impl File {
     /// place. Other clients are told no size without it, so it waits for nothing.
     async fn append_again(
         &self,
+        writes: &Writes,
         a: Appended,
         data: Vec<Buf>,
         operation: Option<&Operation>,
@@ -225,8 +245,8 @@ impl File {
             ),
             _ => e,
         };
-        let _using = self.0.core.use_to_change(self.0.inode.ino).await?;
+        let _using = self.core.use_to_change(self.inode.ino).await?;
         let way = Way { operation, ..Way::only(a.session) };
-        self.write_now(a.offset, data, way).await.map_err(lost)
+        writes.write_now(a.offset, data, way).await.map_err(lost)
     }
 }
