@@ -148,7 +148,7 @@ impl SessionOwner for Core {
 
     fn open_in(&self, session: SessionId) -> Vec<Ino> {
         let inodes = self.files.live_inodes();
-        inodes.iter().flat_map(|i| std::iter::repeat_n(i.ino, i.handles_of(session))).collect()
+        inodes.iter().flat_map(|i| std::iter::repeat_n(i.ino, i.openings.of(session))).collect()
     }
 
     fn forget_ends(&self, session: SessionId) {

@@ -40,7 +40,8 @@
 //! Pure tables without clock, task or socket: `leases/table.rs`, `leases/recent_lookups.rs`,
 //! `locks/pages.rs`, `locks/waiting_list.rs`, `write/dirty.rs`, `write/grants.rs`,
 //! `write/unstable.rs`, `write/ranges.rs`, `read/cache.rs`, `read/readahead.rs`,
-//! `metadata/request_ids.rs`, `metadata/ops.rs`, `data/route.rs`, `shared/retry.rs`.
+//! `metadata/request_ids.rs`, `metadata/ops.rs`, `data/route.rs`, `shared/retry.rs`,
+//! `inode/report.rs`, `inode/losses.rs`, `inode/missing.rs`.
 
 #![warn(missing_docs)]
 

@@ -23,7 +23,7 @@ use crate::{
         replica_attempts::{Retry, Round, Way},
         service::{MAX_CORRUPT_ROUNDS, Storage},
     },
-    inode::{Cap, Inode},
+    inode::{Inode, caps::Cap},
 };
 
 use crate::data::foreign::arrived;

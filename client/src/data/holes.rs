@@ -72,7 +72,7 @@ impl Storage {
             let request =
                 DataRequest { offset: from.1, len: most, ..DataRequest::new(chain, 0, 0, chunk) };
             let question = Question { opcode: opcode::EXTENTS, chain, request, read: &read };
-            self.ask(inode, "looking for holes", !inode.is_readable(), &question).await
+            self.ask(inode, "looking for holes", !inode.caps.may_read(), &question).await
         })
     }
 

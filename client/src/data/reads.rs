@@ -22,7 +22,7 @@ use crate::{
         replica_attempts::{Retry, Round, Way},
         service::{MAX_CORRUPT_ROUNDS, Question, Storage},
     },
-    inode::{Cap, Inode},
+    inode::{Inode, caps::Cap},
 };
 
 impl Storage {

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     config::Counters,
     data::route,
-    inode::{Cap, Inode},
+    inode::{Inode, caps::Cap},
     shared::{
         Attempts, Shared,
         retry::{DataVerdict, data_verdict},

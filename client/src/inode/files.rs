@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::{
     handover::operation::Caller,
-    inode::{Cap, Inode, Release},
+    inode::{Inode, caps::Cap, openings::Release},
     leases::lease_cache::LeaseCache,
     metadata::{
         ops::{ok, op},
@@ -105,7 +105,7 @@ impl Files {
         let mine =
             std::mem::take(&mut *all).into_iter().filter(|(_, (r, _))| r.writer.session == session);
         let (due, later): (Vec<_>, Vec<_>) = mine.partition(|(ino, (r, last))| {
-            let needed = |i: Arc<Inode>| i.is_open_before(r.writer);
+            let needed = |i: Arc<Inode>| i.openings.are_before(r.writer);
             !self.metadata.openings().may_open(*ino, *last)
                 && !self.live_inode(*ino).is_some_and(needed)
         });
@@ -249,20 +249,20 @@ impl Files {
                     && c.expiry_ms
                         > self.shared.env.unix_ms() + RENEW_BEFORE_MS.min(c.expiry_ms / 4)
                     && refused.is_none_or(|r| r.bytes != c.bytes)
-                    && inode.strangers(c.session) == 0
+                    && inode.openings.strangers(c.session) == 0
             };
             let none = || Error::new(Code::BadF, "the file is not open for this kind of access");
-            let c = inode.cap(write).ok_or_else(none)?;
+            let c = inode.caps.get(write).ok_or_else(none)?;
             if good(&c) {
                 return Ok(c);
             }
-            let _one = inode.capping.lock().await;
-            let c = inode.cap(write).ok_or_else(none)?;
+            let _one = inode.caps.renewing().await;
+            let c = inode.caps.get(write).ok_or_else(none)?;
             if good(&c) {
                 return Ok(c);
             }
             self.reopen(inode, &c).await?;
-            inode.cap(write).ok_or_else(none)
+            inode.caps.get(write).ok_or_else(none)
         })
     }
 
@@ -271,7 +271,7 @@ impl Files {
     async fn reopen(self: &Arc<Self>, inode: &Inode, old: &Cap) -> Result<()> {
         let session = self.metadata.session().await?;
         let opening = self.metadata.opening(Some(inode.ino), old.flags).await;
-        let strangers = inode.strangers(session.id);
+        let strangers = inode.openings.strangers(session.id);
         let open = || op(pb::op::Op::Open(pb::Open { ino: inode.ino, flags: old.flags }));
         let mut ops = vec![open()];
         // One open per handle that the session does not know yet. If it knows all, the single open
@@ -285,17 +285,17 @@ impl Files {
             .await
             .map_err(|e| e.context("reopening the file"))?;
         if strangers > 0 {
-            let closed = inode.adopt(session.id, strangers);
+            let closed = inode.openings.adopt(session.id, strangers);
             self.metadata.counted_open(opening.since);
             if closed > 0 {
                 self.metadata.tell_closed(&vec![inode.ino; closed], opening.since).await;
             }
         }
         let index = r.iter().map(|r| r.writer).max().unwrap_or(0);
-        self.release_later(inode.ino, inode.opened_again(session.id, index));
+        self.release_later(inode.ino, inode.openings.opened_again(session.id, index));
         let first =
             r.first().ok_or_else(|| Error::new(Code::Protocol, "an empty answer to an open"))?;
-        inode.take_cap(&first.capability, session.id, old.flags, &old.creds)
+        inode.caps.take(&first.capability, session.id, old.flags, &old.creds)
     }
 
     /// After a lost session: makes all open files known to the new one, so that unlinked files
@@ -303,8 +303,8 @@ impl Files {
     pub(crate) async fn reopen_strangers(self: &Arc<Self>) {
         let Some(s) = self.metadata.current_session() else { return };
         for inode in self.live_inodes() {
-            if inode.strangers(s.id) > 0 {
-                let write = inode.cap(true).is_some();
+            if inode.openings.strangers(s.id) > 0 {
+                let write = inode.caps.get(true).is_some();
                 if let Err(e) = self.capability(&inode, write, None).await {
                     tracing::warn!(ino = inode.ino, "an open file could not be reopened: {e}");
                 }

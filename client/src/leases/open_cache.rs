@@ -76,16 +76,16 @@ impl OpenCache {
     /// Whether the file is open only because the cache holds it.
     pub fn holds_alone(&self, ino: Ino) -> bool {
         let all = self.table.lock();
-        all.files
-            .get(&ino)
-            .is_some_and(|(open, _)| Arc::strong_count(open) == 1 && open.inode.handles() == 1)
+        all.files.get(&ino).is_some_and(|(open, _)| {
+            Arc::strong_count(open) == 1 && open.inode.openings.count() == 1
+        })
     }
 
     /// Keeps a file open. Returns the files that are dropped for it.
     fn keep(&self, open: Arc<Open>) -> Vec<Arc<Open>> {
         let mut all = self.table.lock();
         // A file that this client writes must be released when programs have closed it.
-        if open.inode.is_written() {
+        if open.inode.openings.is_written() {
             return Vec::new();
         }
         let mut gone: Vec<_> = all.take(open.inode.ino).into_iter().collect();
@@ -167,8 +167,8 @@ impl OpenCache {
     /// told.
     fn retire(&self, open: Arc<Open>) -> Option<Ino> {
         let Open { inode, session } = Arc::into_inner(open)?;
-        let counts = inode.closed(session, self.metadata.current_session().map(|s| s.id));
-        self.files.release_later(inode.ino, inode.release());
+        let counts = inode.openings.closed(session, self.metadata.current_session().map(|s| s.id));
+        self.files.release_later(inode.ino, inode.openings.release());
         counts.then_some(inode.ino)
     }
 }

@@ -160,7 +160,7 @@ impl Core {
             }
             forgotten(core.lease_cache.give_back(ino)).await;
             if let Some(inode) = core.files.live_inode(ino) {
-                inode.appended_again().await;
+                inode.awaited.none().await;
                 let _placed = inode.placing.lock().await;
                 if let Err(e) = core.tell_all(&inode).await {
                     tracing::warn!(

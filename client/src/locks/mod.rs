@@ -393,7 +393,7 @@ impl Core {
         // Release this first: other clients may be asked for reports, and may wait for a report
         // from here. A holder of the lock does not have to keep others from the size.
         drop(placing);
-        let kept = inode.note_end();
+        let kept = inode.openings.note_end();
         let Locked { session, .. } = Locks { core: self }.set(inode.ino, &END, true).await?;
         let lock = EndLock { core: self.clone(), ino: inode.ino, kept };
         self.writeback.send_held(inode).await;
@@ -408,7 +408,7 @@ impl Core {
         if end.lock.is_some() {
             return true;
         }
-        let kept = inode.note_end();
+        let kept = inode.openings.note_end();
         let locked = Locks { core: self }.set(inode.ino, &END, false).await;
         let is_same = locked.is_ok_and(|l| {
             end.lock = Some(EndLock { core: self.clone(), ino: inode.ino, kept });

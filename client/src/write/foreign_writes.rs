@@ -29,7 +29,7 @@ use crate::{
         clocks::Copies,
         replica_attempts::{Retry, Way},
     },
-    inode::{Cap, Inode},
+    inode::{Inode, caps::Cap},
     shared::Attempts,
     write::service::Updates,
 };

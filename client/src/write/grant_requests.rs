@@ -24,7 +24,7 @@ use tokio::sync::OwnedMutexGuard;
 
 use crate::{
     data::chains::{chain_of, session_lost},
-    inode::{Cap, Inode},
+    inode::{Inode, caps::Cap},
     shared::retry::{DataVerdict, data_verdict},
     write::grants::{Ask, Cost},
     write::held_writes::WriteBack,

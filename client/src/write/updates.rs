@@ -32,7 +32,7 @@ use crate::{
         replica_attempts::Retry,
     },
     handover::operation::Operation,
-    inode::{Cap, Inode, UpdateAt},
+    inode::{Inode, UpdateAt, caps::Cap},
     shared::{
         Attempts,
         retry::{DataVerdict, data_verdict},

@@ -190,7 +190,7 @@ impl Appends {
             if using.session().is_some_and(|session| session != tail.end.session) {
                 continue;
             }
-            let offset = self.inode.append_end(tail.end.size);
+            let offset = self.inode.awaited.offset(tail.end.size);
             if let Some(o) = operation {
                 o.set_append(tail.end.session, offset, len as u64);
             }

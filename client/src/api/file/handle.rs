@@ -104,8 +104,8 @@ async fn forget(core: Arc<Core>, open: Open) {
     let inode = &open.inode;
     let (now, since) =
         (core.metadata.current_session().map(|s| s.id), core.metadata.reassertions());
-    let counted = inode.closed(open.session, now);
-    if inode.handles() == 0 {
+    let counted = inode.openings.closed(open.session, now);
+    if inode.openings.count() == 0 {
         // The write or append of a killed program goes on by itself. Wait for it: once this client
         // is no longer on record, nothing waits for its writes.
         drop((inode.appending.lock().await, inode.ranges.lock_all().await));
@@ -113,13 +113,13 @@ async fn forget(core: Arc<Core>, open: Open) {
     // Send the dirty data of a write that ran beside the close: once this client is no longer on
     // record, the next writer does not wait for it.
     core.writeback.send_held(inode).await;
-    if inode.handles() == 0 {
+    if inode.openings.count() == 0 {
         core.leave_closed_pages(inode.ino).await;
     }
     if counted {
         core.metadata.tell_closed(&[inode.ino], since).await;
     }
-    core.files.release_later(inode.ino, inode.release());
+    core.files.release_later(inode.ino, inode.openings.release());
 }
 
 impl Drop for Handle {

@@ -128,7 +128,7 @@ impl Writes {
         {
             // Another client may have truncated the file meanwhile: then there are bytes beyond
             // its end.
-            inode.may_be_cut();
+            inode.openings.set_surplus();
         }
         if n < len {
             Err(Error::new(Code::NoSpc, "no space left for a page of a mapping"))

@@ -16,7 +16,8 @@ use crate::{
     api::names::Mode,
     core::Core,
     handover::operation::{Caller, Operation},
-    inode::{Inode, O_ACCMODE, O_APPEND, O_EXEC, O_RDWR, O_WRONLY, Open, Placed, Release, Writer},
+    inode::openings::{Release, Writer},
+    inode::{Inode, O_ACCMODE, O_APPEND, O_EXEC, O_RDWR, O_WRONLY, Open, Placed},
     leases::open_cache,
     metadata::openings::Opening,
     metadata::ops::{ok, op},
@@ -185,7 +186,7 @@ impl Core {
             if pages {
                 self.pages.mark(inode.ino);
             }
-            inode.opened(session, writer, keep);
+            inode.openings.opened(session, writer, keep);
             self.metadata.counted_open(opening.since);
             if !open_cache::is_kept(flags) {
                 self.open_cache.stop_keeping(inode.ino);
@@ -222,7 +223,7 @@ impl Core {
         let inode = self.files.inode(attr.ino, || Inode::new(attr, placed.clone()));
         inode.set_placed(placed, &attr);
         let flags = flags & (O_ACCMODE | O_APPEND | O_EXEC);
-        inode.take_cap(&r.capability, session, flags, creds)?;
+        inode.caps.take(&r.capability, session, flags, creds)?;
         Ok((inode, session))
     }
 
@@ -232,7 +233,7 @@ impl Core {
         self.metadata.tell_closed(&[ino], opening.since).await;
         let session = self.metadata.current_session().map_or(0, |s| s.id);
         let release = match self.files.live_inode(ino) {
-            Some(inode) => inode.opened_again(session, index),
+            Some(inode) => inode.openings.opened_again(session, index),
             None => Some(Release {
                 writer: Writer { session, index },
                 surplus: false,
