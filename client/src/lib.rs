@@ -44,6 +44,7 @@
 //! `inode/report.rs`, `inode/losses.rs`, `inode/missing.rs`.
 
 #![warn(missing_docs)]
+#![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
 mod api;
 mod background;

@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 use bytes::Bytes;
 use prost::Message as _;
 use strake_fabric::Message;
-use strake_proto::{Code, Error, Result, SessionId, opcode, pb};
+use strake_proto::{Code, Error, Ino, Result, SessionId, opcode, pb};
 
 use super::{
     link::{HELLO_TRY, Leader, META_TRY},
@@ -140,36 +140,13 @@ impl Metadata {
             if hello {
                 forgotten(owner.forget_all()).await;
             }
-            let mut opens = Vec::new();
-            if reassert {
+            let opens = reassert.then(|| {
                 owner.forget_kept();
                 self.begin_reassertion();
                 // One entry per handle, because the server counts.
-                opens = owner.open_in(s.id);
-            }
-            // The kernel may still use what an earlier daemon of the mount told it.
-            let lives_on = hello
-                && self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == s.id);
-            let (session, map, connection) = (s.id, self.shared.map(), leader.number);
-            let (map_version, incarnation) = (map.version(), map.map.incarnation);
-            // The owner of the session, sent once per connection.
-            let client_uuid = if hello || reassert {
-                Bytes::copy_from_slice(&self.shared.uuid)
-            } else {
-                Bytes::new()
-            };
-            let body = pb::SessionRenewRequest {
-                session,
-                map_version,
-                reassert,
-                opens,
-                connection,
-                hello,
-                lives_on,
-                incarnation,
-                client_uuid,
-                level: self.shared.cfg.feature_level,
-            };
+                owner.open_in(s.id)
+            });
+            let body = self.renewal(leader, s, hello, opens);
             let m = Message::new(opcode::SESSION_RENEW, body.encode_to_vec());
             Counters::add(&self.shared.stats.meta_requests, 1);
             let sent = self.shared.env.boot();
@@ -201,6 +178,39 @@ impl Metadata {
                 None => Ok(()),
             }
         })
+    }
+
+    /// The request for a renewal; `opens` are the open files, to reassert them.
+    fn renewal(
+        &self,
+        leader: &Leader,
+        s: &Session,
+        hello: bool,
+        opens: Option<Vec<Ino>>,
+    ) -> pb::SessionRenewRequest {
+        let map = self.shared.map();
+        let reassert = opens.is_some();
+        // The owner of the session, sent once per connection.
+        let client_uuid = if hello || reassert {
+            Bytes::copy_from_slice(&self.shared.uuid)
+        } else {
+            Bytes::new()
+        };
+        // The kernel may still use what an earlier daemon of the mount told it.
+        let lives_on =
+            hello && self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == s.id);
+        pb::SessionRenewRequest {
+            session: s.id,
+            map_version: map.version(),
+            reassert,
+            opens: opens.unwrap_or_default(),
+            connection: leader.number,
+            hello,
+            lives_on,
+            incarnation: map.map.incarnation,
+            client_uuid,
+            level: self.shared.cfg.feature_level,
+        }
     }
 
     /// Background task: keeps the session, or replaces a lost one and reopens the open files.
