@@ -1,10 +1,15 @@
 //! The StrakeFS mount: turns kernel requests into [`strake_client`] calls.
 //!
-//! Three layers, top to bottom: [`transport`](self) speaks a kernel protocol (`/dev/fuse`, by our
-//! own implementation or through the fuser crate), [`vfs`] says what each request means in plain
-//! types, and the client executes it. `docs/fuse.md` says what the kernel may cache, what is local
-//! to one mount and what does not work.
+//! The layers, from the lowest: [`vfs`] says what each request means in plain types, and has the
+//! client execute it; `transport` speaks a kernel protocol (`/dev/fuse`, by our own implementation
+//! or, with the feature `fuser`, through the fuser crate) and calls [`vfs`]; [`mount()`] wires both;
+//! [`supervisor`] keeps a mount alive. Below all of them: how to mount (`config`), the mountpoint,
+//! the kernel's [`table`] of mounts, and the memory that outlives a daemon (`handover`).
+//! `docs/fuse.md` says what the kernel may cache, what is local to one mount and what does not work.
 
+mod config;
+#[doc(hidden)]
+pub mod fuzzing;
 mod handover;
 mod mount;
 mod mountpoint;
@@ -13,11 +18,12 @@ pub mod table;
 mod transport;
 pub mod vfs;
 
+pub use config::{MountConfig, Transport};
 pub use handover::{HandoverMemory, LeftRequest};
-pub use mount::{Mount, MountConfig, Transport, attach, learn, mount, serve};
+pub use mount::{Mount, attach, learn, mount, serve};
 pub use mountpoint::{can_mount, fusermount, remount};
 pub use rustix::mount::MountFlags;
-pub use transport::{
-    dev::interim::Interim,
-    kernel::{MAX_REQUEST, MountedSession, OPEN_FLAGS, negotiate},
-};
+pub use transport::dev::Interim;
+#[cfg(feature = "fuser")]
+pub use transport::fuser::{MountedSession, OPEN_FLAGS, negotiate};
+pub use vfs::MAX_REQUEST;

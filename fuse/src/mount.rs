@@ -5,92 +5,24 @@ use std::{
     os::fd::OwnedFd,
     path::PathBuf,
     sync::{Arc, OnceLock},
-    time::Duration,
 };
 
 use rustix::mount::MountFlags;
 use strake_client::Client;
-use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO};
+use strake_proto::{Code, Error, Result};
 
+#[cfg(feature = "fuser")]
+use crate::transport::fuser;
 use crate::{
+    config::{MountConfig, Transport},
     handover::HandoverMemory,
-    mountpoint, table,
-    transport::{dev, dev::interim::Interim, fuser, kernel::MountedSession},
-    vfs::Vfs,
+    mountpoint,
+    transport::dev::{self, Interim},
+    vfs::{Vfs, View},
 };
 
-/// How to mount.
-#[derive(Clone, Debug)]
-pub struct MountConfig {
-    pub mountpoint: PathBuf,
-    /// Allow users other than the mounting one. Permissions are checked by the kernel and by the
-    /// metadata server either way.
-    pub allow_other: bool,
-    pub read_only: bool,
-    /// Flags of mount(2), without the read-only flag; [`crate::table::DEFAULT_FLAGS`] unless set
-    /// otherwise.
-    pub flags: MountFlags,
-    /// Threads that receive requests from the kernel; 1 to 64. The work itself runs on the tokio
-    /// runtime.
-    pub threads: usize,
-    /// One `/dev/fuse` descriptor per thread.
-    pub clone_fd: bool,
-    /// First column of `df` and `/proc/mounts`; empty: the name of the file system.
-    pub fsname: String,
-    /// The displayed type is `fuse.SUBTYPE`. `lfs` looks for `fuse.strake`.
-    pub subtype: String,
-    /// How long the kernel may use attributes without asking again, at most: its copies expire with
-    /// the leases. 0: it asks each time.
-    pub attr_timeout: Duration,
-    /// The same for names. If it is not 0, the kernel detaches what is mounted on a folder inside
-    /// this mount when names are taken back.
-    pub entry_timeout: Duration,
-    /// Requests worked on at a time; more wait in the kernel.
-    pub max_requests: usize,
-    pub transport: Transport,
-    /// For tests: uses of the kernel only what those before 6.6 offer.
-    pub old_kernel: bool,
-    /// The folder that is the root of the mount.
-    pub root: Ino,
-}
-
-impl MountConfig {
-    /// Defaults for a mount at `mountpoint`.
-    pub fn new(mountpoint: impl Into<PathBuf>) -> MountConfig {
-        MountConfig {
-            mountpoint: mountpoint.into(),
-            allow_other: false,
-            read_only: false,
-            flags: table::DEFAULT_FLAGS,
-            threads: 2,
-            clone_fd: true,
-            fsname: String::new(),
-            subtype: "strake".into(),
-            attr_timeout: Duration::from_secs(3600),
-            entry_timeout: Duration::ZERO,
-            max_requests: 256,
-            transport: Transport::default(),
-            old_kernel: false,
-            root: ROOT_INO,
-        }
-    }
-}
-
-impl MountConfig {
-    fn is_sync(&self) -> bool {
-        self.flags.contains(MountFlags::SYNCHRONOUS)
-    }
-}
-
-/// The implementation that speaks with the kernel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Transport {
-    /// Our own.
-    #[default]
-    Dev,
-    /// The fuser crate. It cannot release killed programs, has no `O_TMPFILE`, and does not let the
-    /// kernel keep copies.
-    Fuser,
+fn view(cfg: &MountConfig) -> View {
+    View { root: cfg.root, synchronous: cfg.flags.contains(MountFlags::SYNCHRONOUS) }
 }
 
 /// A live mount. Dropping it unmounts, unless it belongs to a supervisor.
@@ -104,7 +36,8 @@ pub struct Mount {
 
 enum Session {
     Dev(dev::Session),
-    Fuser(MountedSession),
+    #[cfg(feature = "fuser")]
+    Fuser(fuser::MountedSession),
 }
 
 /// Mounts `client`'s file system. Must be called on a tokio runtime, which then runs the work.
@@ -113,24 +46,26 @@ enum Session {
 /// mounted there already, `ENODEV` without `/dev/fuse`, `EPERM` when the caller is not root and
 /// there is no fusermount3.
 pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
+    cfg.transport.check()?;
     mountpoint::check(&cfg)?;
     if cfg.fsname.is_empty() {
         cfg.fsname.clone_from(&client.servers().map().map.fs_name);
     }
-    let vfs = Arc::new(Vfs::new(client, None).within(cfg.root).synchronous(cfg.is_sync()));
+    let vfs = Arc::new(Vfs::with(client, None, view(&cfg)));
     vfs.learn().await?;
     let session = match cfg.transport {
+        #[cfg(feature = "fuser")]
+        Transport::Fuser => {
+            let runtime = tokio::runtime::Handle::current();
+            let requests = fuser::Requests::new(vfs.clone(), &cfg, runtime);
+            Session::Fuser(fuser::MountedSession::start(requests, &cfg)?)
+        }
+        #[cfg(not(feature = "fuser"))]
+        Transport::Fuser => return Err(Transport::left_out()),
         Transport::Dev => {
             let agreed = Arc::default();
             let serve = dev::Serve::new(vfs.clone(), &cfg, Arc::clone(&agreed), None).await;
             Session::Dev(dev::start(dev::attach(&cfg)?, serve, agreed, None)?)
-        }
-        Transport::Fuser => {
-            let runtime = tokio::runtime::Handle::current();
-            Session::Fuser(MountedSession::start(
-                fuser::Transport::new(vfs.clone(), &cfg, runtime),
-                &cfg,
-            )?)
         }
     };
     tracing::info!(mountpoint = %mountpoint::shown(&cfg.mountpoint), "mounted");
@@ -140,7 +75,7 @@ pub async fn mount(mut cfg: MountConfig, client: Client) -> Result<Mount> {
 /// Fetches and keeps what the mount must show when servers are away. Call this before [`attach`]:
 /// without it umount(8), which first looks at the mount, would wait for the servers.
 pub async fn learn(cfg: &MountConfig, client: &Client, keep: &Arc<HandoverMemory>) -> Result<()> {
-    Vfs::new(client.clone(), Some(keep.clone())).within(cfg.root).learn().await
+    Vfs::with(client.clone(), Some(keep.clone()), view(cfg)).learn().await
 }
 
 /// Mounts for a daemon that starts later. Returns the descriptors of `/dev/fuse` for [`serve`].
@@ -160,8 +95,7 @@ pub async fn serve(
     descriptors: Vec<OwnedFd>,
     interim: Option<Interim>,
 ) -> Result<Mount> {
-    let vfs =
-        Arc::new(Vfs::new(client, Some(keep.clone())).within(cfg.root).synchronous(cfg.is_sync()));
+    let vfs = Arc::new(Vfs::with(client, Some(keep.clone()), view(cfg)));
     let agreed = Arc::default();
     let serve = dev::Serve::new(vfs.clone(), cfg, Arc::clone(&agreed), Some(keep)).await;
     Ok(Mount {
@@ -177,6 +111,7 @@ impl Mount {
     pub async fn unmounted(&self) -> Result<()> {
         match &self.session {
             Session::Dev(s) => s.ended().await,
+            #[cfg(feature = "fuser")]
             Session::Fuser(s) => s.ended().await,
         }
     }
@@ -210,6 +145,7 @@ impl Mount {
                     ));
                 }
             },
+            #[cfg(feature = "fuser")]
             Session::Fuser(s) => s.unmount()?,
         }
         self.wait().await
@@ -217,21 +153,22 @@ impl Mount {
 
     /// Makes the kernel ask again about an inode: its attributes, and with `data` its pages.
     pub fn invalidate_inode(&self, ino: u64, data: bool) -> Result<()> {
-        self.notify(&dev::notify::inode_changed(ino, if data { 0 } else { -1 }, 0))
+        self.notify(&dev::inode_changed(ino, if data { 0 } else { -1 }, 0))
     }
 
     /// Makes the kernel look up a name again.
     pub fn invalidate_name(&self, parent: u64, name: &[u8]) -> Result<()> {
-        self.notify(&dev::notify::name_changed(parent, name))
+        self.notify(&dev::name_changed(parent, name))
     }
 
     /// Notifies the kernel. `ENOENT` is no error: what the kernel does not have it need not forget.
-    fn notify(&self, notice: &dev::notify::Notice) -> Result<()> {
+    fn notify(&self, notice: &dev::Notice) -> Result<()> {
         match &self.session {
             Session::Dev(s) => match s.notify(notice) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
                 r => Ok(r?),
             },
+            #[cfg(feature = "fuser")]
             Session::Fuser(_) => Err(Error::new(
                 Code::OpNotSupp,
                 "notifications work only with StrakeFS's own transport",

@@ -18,7 +18,7 @@ use rustix::{
 };
 use strake_proto::{Code, Error, Result};
 
-use crate::{MountConfig, table};
+use crate::{config::MountConfig, table};
 
 /// A path for messages.
 pub(crate) fn shown(p: &Path) -> Display<'_> {

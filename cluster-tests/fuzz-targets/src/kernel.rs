@@ -1,6 +1,6 @@
 //! Requests as they could come from `/dev/fuse`.
 
-use strake_fuse::vfs::fuzzing::read_request;
+use strake_fuse::fuzzing::read_request;
 
 use crate::input::Input;
 

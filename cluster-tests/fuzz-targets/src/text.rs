@@ -7,8 +7,8 @@ use std::{ffi::OsString, os::unix::ffi::OsStringExt};
 use prost::Message;
 use strake_fabric::Endpoint;
 use strake_fuse::{
+    fuzzing::{map_part, read_caller, read_groups},
     table::Mounted,
-    vfs::fuzzing::{map_part, read_caller, read_groups},
 };
 use strake_mds::server::{parse_peer, read_identity};
 use strake_oss::device::{

@@ -26,7 +26,7 @@ use tokio::{
     signal::unix::{Signal, SignalKind, signal},
 };
 
-use crate::{MountConfig, handover::HandoverMemory, mount, mountpoint, table};
+use crate::{config::MountConfig, handover::HandoverMemory, mount, mountpoint, table};
 
 /// The environment variable with the number of the daemon's end of the socket.
 pub const SOCKET: &str = "STRAKE_MOUNT_SOCKET";
@@ -54,6 +54,7 @@ const LOOK: Duration = Duration::from_secs(1);
 pub struct Program {
     /// The program's file; it may be replaced by another version.
     pub path: PathBuf,
+    /// Its arguments.
     pub args: Vec<std::ffi::OsString>,
 }
 
@@ -98,6 +99,8 @@ struct Signals {
 }
 
 impl Supervisor {
+    /// For a mount as `cfg` says, whose daemons are started as `program` says. `keep`: the memory
+    /// that the daemons share. `dead`: clients that are certainly gone.
     pub fn new(
         cfg: MountConfig,
         program: Program,

@@ -1,12 +1,12 @@
 //! Transports that bring kernel requests to the [VFS core](crate::vfs): our own `/dev/fuse`
-//! implementation (`dev`), or the fuser crate. The conformance suite runs on both.
+//! implementation (`dev`), or the fuser crate (`fuser`, in builds with the feature of that name).
+//! The conformance suite runs on both.
 
 use strake_proto::{Code, Error};
 
 pub(crate) mod dev;
+#[cfg(feature = "fuser")]
 pub(crate) mod fuser;
-pub(crate) mod kernel;
-mod signals;
 
 /// The errno that a program sees. All retries are over when an error gets here, and "try again"
 /// would make the program spin, so that becomes EIO. Only a conflicting lock is worth another try.

@@ -5,8 +5,10 @@ use std::{fs, time::Duration};
 
 use strake_client::File;
 
+use super::types::MAX_REQUEST;
+
 /// Most bytes of a request.
-const MAX_WRITE: usize = crate::transport::kernel::MAX_REQUEST as usize;
+const MAX_WRITE: usize = MAX_REQUEST as usize;
 /// How many bytes fewer a piece that is not the last one may have. A request takes 256 pages, and
 /// each memory segment that does not begin at a page boundary, of which a writev(2) has many, takes
 /// one more.

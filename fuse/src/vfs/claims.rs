@@ -21,7 +21,7 @@ use std::{
 use parking_lot::Mutex;
 use strake_proto::{Code, Error, Ino, Result};
 
-use super::Vfs;
+use super::base::Base;
 
 /// Most threads whose last lookup is remembered.
 const MOST_THREADS: usize = 4096;
@@ -50,6 +50,35 @@ pub(super) struct Claims {
 }
 
 impl Claims {
+    /// The kernel keeps names: then two equal renames cannot be distinguished.
+    pub fn keeps_names(&self) {
+        self.off.store(true, Relaxed);
+    }
+
+    /// A thread looked up a name that is not a directory's, and it refers to `ino`. `ESTALE`: see
+    /// the module.
+    pub async fn check(
+        &self,
+        base: &Base,
+        thread: u32,
+        name: (Ino, &[u8]),
+        ino: Ino,
+    ) -> Result<()> {
+        if self.off.load(Relaxed) {
+            return Ok(());
+        }
+        let Some(former) = self.found(thread, name, ino) else { return Ok(()) };
+        let there = match base.client.lookup_now(base.inner(former.0), &former.1).await {
+            Ok(a) => a.ino == ino,
+            Err(e) => e.code != Code::NoEnt,
+        };
+        if !there && self.refuses(thread, name) {
+            return Err(Error::new(Code::Stale, "the file was renamed during the lookup"));
+        }
+        self.settle(thread, name, ino);
+        Ok(())
+    }
+
     /// The kernel was told, or has made it so itself, that this name refers to something other than
     /// a directory.
     pub fn told(&self, dir: Ino, name: &[u8]) {
@@ -107,31 +136,6 @@ fn settle(all: &mut HashMap<u32, Last>, thread: u32, (dir, name): (Ino, &[u8]), 
         all.clear();
     }
     all.insert(thread, Last { name: (dir, name.to_vec()), ino, refused: 0 });
-}
-
-impl Vfs {
-    /// The kernel keeps names: then two equal renames cannot be distinguished.
-    pub(crate) fn keeps_names(&self) {
-        self.claims.off.store(true, Relaxed);
-    }
-
-    /// A thread looked up a name that is not a directory's, and it refers to `ino`. `ESTALE`: see
-    /// the module.
-    pub(super) async fn claimed(&self, thread: u32, name: (Ino, &[u8]), ino: Ino) -> Result<()> {
-        if self.claims.off.load(Relaxed) {
-            return Ok(());
-        }
-        let Some(former) = self.claims.found(thread, name, ino) else { return Ok(()) };
-        let there = match self.client.lookup_now(self.inner(former.0), &former.1).await {
-            Ok(a) => a.ino == ino,
-            Err(e) => e.code != Code::NoEnt,
-        };
-        if !there && self.claims.refuses(thread, name) {
-            return Err(Error::new(Code::Stale, "the file was renamed during the lookup"));
-        }
-        self.claims.settle(thread, name, ino);
-        Ok(())
-    }
 }
 
 #[cfg(test)]

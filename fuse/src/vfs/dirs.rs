@@ -14,8 +14,12 @@ use strake_runtime::Record;
 use tokio::sync::Mutex;
 
 use super::{
-    Caller, Vfs,
-    gone::{Seen, is_dir},
+    base::Base,
+    claims::Claims,
+    folders::{Folders, Seen},
+    handles::Table,
+    records,
+    types::{Caller, Entry, is_dir},
 };
 
 /// Entries requested from the metadata server at a time.
@@ -25,19 +29,6 @@ const DOTDOT: u64 = 2;
 /// The value that libfuse also shows for an inode number that is not known.
 const UNKNOWN_INO: Ino = 0xffff_ffff;
 const S_IFDIR: u32 = 4;
-
-/// A directory entry as the kernel wants it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Entry {
-    pub name: Vec<u8>,
-    pub ino: Ino,
-    /// `S_IFMT` bits >> 12.
-    pub kind: u32,
-    /// The offset of the next entry.
-    pub offset: u64,
-    /// With readdirplus, except for "." and "..".
-    pub attr: Option<pb::Attr>,
-}
 
 pub(super) struct OpenDir {
     ino: Ino,
@@ -52,23 +43,16 @@ pub(super) struct OpenDir {
 }
 
 impl OpenDir {
-    /// The directory was opened by an earlier daemon: the permission to read it was checked then.
-    pub(super) fn again(ino: Ino, kept: Record) -> OpenDir {
-        OpenDir {
-            ino,
-            creds: pb::Creds::default(),
-            granted: AtomicBool::new(true),
-            seen: None,
-            batch: Mutex::default(),
-            _kept: Some(kept),
-        }
+    fn new(ino: Ino, creds: pb::Creds, seen: Option<Seen>, kept: Option<Record>) -> OpenDir {
+        let (granted, batch) = (AtomicBool::new(false), Mutex::default());
+        OpenDir { ino, creds, granted, seen, batch, _kept: kept }
     }
 
-    pub(super) fn ino(&self) -> Ino {
+    pub fn ino(&self) -> Ino {
         self.ino
     }
 
-    pub(super) fn seen(&self) -> Option<Seen> {
+    pub fn seen(&self) -> Option<Seen> {
         self.seen
     }
 }
@@ -95,19 +79,47 @@ impl Batch {
     }
 }
 
-impl Vfs {
-    /// The metadata server checks the permission to read the directory at the first batch.
+/// The directories that the kernel has open, and the requests for them.
+pub struct Dirs {
+    base: Arc<Base>,
+    open: Arc<Table<OpenDir>>,
+    folders: Arc<Folders>,
+    claims: Arc<Claims>,
+}
+
+impl Dirs {
+    pub(super) fn new(
+        base: Arc<Base>,
+        open: Arc<Table<OpenDir>>,
+        folders: Arc<Folders>,
+        claims: Arc<Claims>,
+    ) -> Dirs {
+        Dirs { base, open, folders, claims }
+    }
+
+    /// opendir(3). The metadata server checks the permission to read the directory at the first
+    /// batch.
     pub fn opendir(&self, caller: Caller<'_>, ino: Ino) -> u64 {
-        let ino = self.inner(ino);
-        let creds = self.creds(caller);
-        let handle = self.numbering.next();
-        let kept = self.keep_directory(handle, ino);
-        let (granted, seen) = (AtomicBool::new(false), self.folders.seen(ino));
-        self.dirs.insert(
-            handle,
-            OpenDir { ino, creds, granted, seen, batch: Mutex::default(), _kept: kept },
-        );
+        let ino = self.base.inner(ino);
+        let handle = self.base.numbering.next();
+        let keep = self.base.keep.as_ref();
+        let kept = keep.and_then(|keep| records::keep_directory(keep, handle, ino));
+        let seen = self.folders.seen(ino);
+        self.open.insert(handle, OpenDir::new(ino, caller.creds(), seen, kept));
         handle
+    }
+
+    /// A directory that an earlier daemon opened. The permission to read it was checked then.
+    pub(super) fn again(&self, record: Record) {
+        let (handle, ino) = (records::handle(&record), records::ino(&record));
+        let open = OpenDir::new(ino, pb::Creds::default(), None, Some(record));
+        open.granted.store(true, Relaxed);
+        self.open.insert(handle, open);
+    }
+
+    /// Forgets all of them, after the kernel is gone.
+    pub(super) fn forget_all(&self) {
+        self.open.drain();
     }
 
     /// Entries after `offset` (0: from the start), none at the end. `take` returns false when it is
@@ -119,8 +131,8 @@ impl Vfs {
         attrs: bool,
         mut take: impl FnMut(&Entry) -> bool + Send,
     ) -> Result<()> {
-        let dir = self.dirs.get(handle)?;
-        for dot in dots(dir.ino, self.root).iter().filter(|d| d.offset > offset) {
+        let dir = self.open.get(handle)?;
+        for dot in dots(dir.ino, self.base.root.ino()).iter().filter(|d| d.offset > offset) {
             if !take(dot) {
                 return Ok(());
             }
@@ -131,7 +143,7 @@ impl Vfs {
         if offset == 0 || (attrs && !batch.attrs) || batch.after(offset).is_none() {
             *batch = self.fetch(&dir, offset, attrs).await?;
         }
-        let node = if dir.ino == self.root { ROOT_INO } else { dir.ino };
+        let node = self.base.root.node(dir.ino);
         let mut taken = 0;
         loop {
             for entry in batch.after(offset).unwrap_or_default() {
@@ -155,8 +167,10 @@ impl Vfs {
 
     async fn fetch(&self, dir: &Arc<OpenDir>, from: u64, attrs: bool) -> Result<Batch> {
         let page = match dir.granted.load(Relaxed) {
-            false => self.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await,
-            true => self.client.readdir(&pb::Creds::default(), dir.ino, from, BATCH, attrs).await,
+            false => self.base.client.readdir(&dir.creds, dir.ino, from, BATCH, attrs).await,
+            true => {
+                self.base.client.readdir(&pb::Creds::default(), dir.ino, from, BATCH, attrs).await
+            }
         };
         let page = match page {
             // The directory was removed since it was opened: it is empty.
@@ -180,8 +194,9 @@ impl Vfs {
         Ok(Batch { from, entries, end, attrs })
     }
 
+    /// The directory is closed.
     pub fn releasedir(&self, handle: u64) {
-        self.dirs.remove(handle);
+        self.open.remove(handle);
     }
 }
 

@@ -1,27 +1,83 @@
 //! Requests about open files.
 
-use std::sync::{Arc, atomic::AtomicU64};
+use std::sync::Arc;
 
 use strake_client::{AppendPart, AsOf, File, Mode, Using};
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, pb};
 
+use tokio::sync::watch;
+
 use super::{
-    Caller, CopyRange, Counted, Leaving, OpenFile, Opened, Place, Released, Vfs, calls, restart,
-    stale,
+    base::Base,
+    calls,
+    claims::Claims,
+    handles::Table,
+    locks::{Leaving, Locks},
+    open_file::OpenFile,
+    records,
+    types::{Caller, CopyRange, Opened, Place, stale},
 };
 
 /// Most bytes that one request copies; the kernel asks again for the rest.
 const MOST_COPIED: u64 = 16 << 20;
 
-impl Vfs {
+/// The files that the kernel has open, and the requests for them.
+pub struct Files {
+    base: Arc<Base>,
+    open: Arc<Table<OpenFile>>,
+    locks: Arc<Locks>,
+    claims: Arc<Claims>,
+    /// Number of handles that the kernel has closed and whose close is still in progress.
+    closings: watch::Sender<usize>,
+    /// Flags that are added to every open.
+    always: i32,
+}
+
+/// A handle that the kernel has closed.
+pub(crate) struct Released {
+    open: Arc<OpenFile>,
+    locks: Leaving,
+    _one: Counted,
+}
+
+/// Counts one for as long as it lives.
+struct Counted(watch::Sender<usize>);
+
+impl Counted {
+    fn new(count: &watch::Sender<usize>) -> Counted {
+        count.send_modify(|n| *n += 1);
+        Counted(count.clone())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.send_modify(|n| *n -= 1);
+    }
+}
+
+impl Files {
+    /// `synchronous`: every write is stable before it returns, as if opened with `O_SYNC`.
+    pub(super) fn new(
+        base: Arc<Base>,
+        open: Arc<Table<OpenFile>>,
+        locks: Arc<Locks>,
+        claims: Arc<Claims>,
+        synchronous: bool,
+    ) -> Files {
+        let always = if synchronous { libc::O_SYNC } else { 0 };
+        Files { base, open, locks, claims, closings: watch::Sender::new(0), always }
+    }
+
+    /// open(2) of an inode that exists.
     pub async fn open(&self, caller: Caller<'_>, ino: Ino, flags: i32) -> Result<Opened> {
         let flags = known_access(flags) | self.always;
         // An open by a name that is replaced meanwhile opens the former file.
         let (creds, known) =
-            (self.creds(caller), self.client.is_open(ino) || self.client.was_found(ino));
+            (caller.creds(), self.base.client.is_open(ino) || self.base.client.was_found(ino));
         let (file, attr) =
-            self.client.open(caller.with(&creds), ino, flags as u32).await.map_err(stale)?;
+            self.base.client.open(caller.with(&creds), ino, flags as u32).await.map_err(stale)?;
         if attr.nlink == 0 && !known {
             // The file has no name and is not open here: its number comes from an old file handle.
             file.close().await?;
@@ -30,7 +86,7 @@ impl Vfs {
         // Linux truncates the file even then; the kernel has checked the permission to write it.
         if flags & libc::O_TRUNC != 0 && flags & libc::O_ACCMODE == libc::O_RDONLY {
             let cut = pb::SetAttr { ino, size: Some(0), ..Default::default() };
-            self.client.setattr(caller.with(&creds), cut).await?;
+            self.base.client.setattr(caller.with(&creds), cut).await?;
         }
         Ok(self.keep(file, ino, flags, caller))
     }
@@ -47,14 +103,15 @@ impl Vfs {
     ) -> Result<(pb::Attr, Opened)> {
         let (flags, exclusive) = (known_access(flags) | self.always, flags & libc::O_EXCL != 0);
         let mode = Mode { bits: mode & 0o7777, umask };
-        let creds = self.creds(caller);
+        let creds = caller.creds();
         // The kernel takes the file for new and will not truncate it; the client does so if another
         // mount created it first.
         let (file, attr) = self
+            .base
             .client
             .create(
                 caller.with(&creds),
-                self.inner(parent),
+                self.base.inner(parent),
                 name,
                 mode,
                 flags as u32,
@@ -68,7 +125,7 @@ impl Vfs {
     }
 
     /// open(2) with `O_TMPFILE`: a file without a name in the directory `parent`. Without `O_EXCL`
-    /// it may get a name by [`Vfs::link`] while it is open.
+    /// it may get a name by [`super::Names::link`] while it is open.
     pub async fn tmpfile(
         &self,
         caller: Caller<'_>,
@@ -79,40 +136,44 @@ impl Vfs {
     ) -> Result<(pb::Attr, Opened)> {
         let mode = Mode { bits: mode & 0o7777, umask };
         let (flags, linkable) = (known_access(flags) | self.always, flags & libc::O_EXCL == 0);
-        let creds = self.creds(caller);
+        let creds = caller.creds();
         let (file, attr) = self
+            .base
             .client
-            .tmpfile(caller.with(&creds), self.inner(parent), mode, flags as u32, linkable)
+            .tmpfile(caller.with(&creds), self.base.inner(parent), mode, flags as u32, linkable)
             .await?;
         let ino = attr.ino;
         Ok((attr, self.keep(file, ino, flags, caller)))
     }
 
     fn keep(&self, file: File, ino: Ino, flags: i32, caller: Caller<'_>) -> Opened {
-        let handle = self.numbering.next();
-        let kept = self.keep_handle(handle, ino, flags, caller);
-        self.files.insert(
-            handle,
-            OpenFile { file: Ok(file), ino, flags, locked_in: AtomicU64::new(0), kept },
-        );
+        let handle = self.base.numbering.next();
+        let keep = self.base.keep.as_ref();
+        let kept = keep.and_then(|k| records::keep_file(k, (handle, ino), flags, caller));
+        self.open.insert(handle, OpenFile::new(Ok(file), ino, flags, kept));
         Opened { handle }
     }
 
-    /// What [`Vfs::read`] would return, if that needs no waiting. Must be called within the
+    /// A file that an earlier daemon opened.
+    pub(super) fn again(&self, handle: u64, open: OpenFile) {
+        self.open.insert(handle, open);
+    }
+
+    /// What [`Files::read`] would return, if that needs no waiting. Must be called within the
     /// runtime.
     pub fn read_ready(&self, handle: u64, offset: u64, len: usize) -> Option<Vec<Buf>> {
-        let open = self.files.get(handle).ok().filter(|open| !open.lost_locks(self))?;
+        let open = self.open.get(handle).ok().filter(|open| !open.lost_locks(&self.base.client))?;
         open.file().ok()?.read_ready(offset, len)
     }
 
     /// The bytes of `[offset, offset + len)` as far as the file has them, in segments.
     pub async fn read(&self, handle: u64, offset: u64, len: usize) -> Result<Vec<Buf>> {
-        let open = self.files.get(handle)?;
-        open.check_locks(self)?;
+        let open = self.open.get(handle)?;
+        open.check_locks(&self.base.client)?;
         open.file()?.read(offset, len).await
     }
 
-    /// As [`Vfs::read`], for a caller that keeps the bytes: see [`File::read_to_keep`].
+    /// As [`Files::read`], for a caller that keeps the bytes: see [`File::read_to_keep`].
     pub async fn read_to_keep(
         &self,
         handle: u64,
@@ -120,45 +181,15 @@ impl Vfs {
         len: usize,
         asked: impl Fn(),
     ) -> Result<(Vec<Buf>, AsOf, Option<Using>)> {
-        let open = self.files.get(handle)?;
-        open.check_locks(self)?;
+        let open = self.open.get(handle)?;
+        open.check_locks(&self.base.client)?;
         open.file()?.read_to_keep(offset, len, asked).await
-    }
-
-    /// The client's session; 0: none.
-    pub fn session(&self) -> SessionId {
-        self.client.session()
-    }
-
-    /// While this value stays the same, no other client has changed the bytes of a file.
-    pub fn tenure(&self, ino: Ino) -> Option<u64> {
-        self.client.copies().tenure(ino)
-    }
-
-    /// The session in which this lock of a file's pages is held, if it is held.
-    pub fn holds_pages(&self, ino: Ino, number: u64) -> Option<SessionId> {
-        self.client.copies().holds_pages(ino, number)
-    }
-
-    /// The tenure, if no other client can change the file now and its last change is this one.
-    pub fn leased(&self, ino: Ino, change: u64) -> Option<u64> {
-        self.client
-            .copies()
-            .leased(ino)
-            .filter(|(attr, _)| attr.change == change)
-            .map(|(_, tenure)| tenure)
-    }
-
-    /// The number of the last change of a file, including what other clients have written up to
-    /// now.
-    pub async fn change_of(&self, ino: Ino) -> Result<u64> {
-        self.client.getattr(&pb::Creds::default(), ino).await.map(|attr| attr.change)
     }
 
     /// Called before a write by a caller whose writes clear set-id bits. The opener's writes do
     /// that themselves, unless the opener is root and passed the file on.
     pub async fn strip(&self, caller: Caller<'_>, handle: u64) -> Result<()> {
-        let open = self.files.get(handle)?;
+        let open = self.open.get(handle)?;
         let file = open.file()?;
         let (mode, gid) = (file.attr().mode, file.attr().gid);
         if file.opener().uid != 0 || mode & (libc::S_ISUID | libc::S_ISGID) == 0 {
@@ -169,11 +200,11 @@ impl Vfs {
             // Without group execute permission, the setgid bit is cleared only for a writer outside
             // the file's group. The metadata server cannot check that, because the request runs
             // with root's rights.
-            let writer = self.creds(caller);
+            let writer = caller.creds();
             let member = writer.gid == gid || writer.groups.contains(&gid);
             strip.mode = (!member).then_some(mode & 0o7777 & !(libc::S_ISUID | libc::S_ISGID));
         }
-        self.client.setattr(caller.with(file.opener()), strip).await.map(drop)
+        self.base.client.setattr(caller.with(file.opener()), strip).await.map(drop)
     }
 
     /// Returns the number of bytes written. `until` is dropped when the write can have no further
@@ -186,8 +217,8 @@ impl Vfs {
         data: Buf,
         until: impl Send + 'static,
     ) -> Result<usize> {
-        let open = self.files.get(handle)?;
-        open.check_locks(self)?;
+        let open = self.open.get(handle)?;
+        open.check_locks(&self.base.client)?;
         let file = open.file()?;
         let written = match place {
             Place::At(offset) => {
@@ -208,7 +239,7 @@ impl Vfs {
         data: Buf,
         only: Option<SessionId>,
     ) -> Result<()> {
-        let open = self.files.get(handle)?;
+        let open = self.open.get(handle)?;
         let file = open.file()?;
         let written = file.write_mapped(caller.operation, offset, data, only).await;
         written.map_err(|e| given_up(file, e))
@@ -216,17 +247,22 @@ impl Vfs {
 
     /// The end of the file as far as this client knows.
     pub fn known_end(&self, handle: u64) -> Option<u64> {
-        Some(self.files.get(handle).ok()?.file().ok()?.attr().size)
+        Some(self.open.get(handle).ok()?.file().ok()?.attr().size)
+    }
+
+    /// The inode of an open file, and the flags that it was opened with.
+    pub(super) fn opened(&self, handle: u64) -> Option<(Ino, i32)> {
+        self.open.get(handle).ok().map(|open| (open.ino, open.flags))
     }
 
     /// The inodes of all open files.
     pub(crate) fn open_inodes(&self) -> Vec<Ino> {
-        self.files.all().iter().map(|open| open.ino).collect()
+        self.open.all().iter().map(|open| open.ino).collect()
     }
 
     /// Whether the kernel has a handle of a file.
     pub fn has_open(&self, ino: Ino) -> bool {
-        self.files.any(|open| open.ino == ino)
+        self.open.any(|open| open.ino == ino)
     }
 
     /// close(2) of one descriptor by the process with this lock owner. Returns when what the handle
@@ -240,15 +276,15 @@ impl Vfs {
         self.finish_flush(handle, locks).await
     }
 
-    /// The first part of [`Vfs::flush`], which does not wait: locks that the owner takes from now
+    /// The first part of [`Files::flush`], which does not wait: locks that the owner takes from now
     /// on are not released by it.
     pub(crate) fn note_flush(&self, handle: u64, lock_owner: u64) -> Leaving {
-        let ino = self.files.get(handle).map_or(0, |open| open.ino);
-        self.closing(ino, lock_owner)
+        let ino = self.open.get(handle).map_or(0, |open| open.ino);
+        self.locks.closing(ino, lock_owner)
     }
 
     pub(crate) async fn finish_flush(&self, handle: u64, locks: Leaving) -> Result<()> {
-        let open = self.files.get(handle)?;
+        let open = self.open.get(handle)?;
         let flushed = match open.file() {
             Ok(file) if open.writes() => file.flush().await,
             Ok(_) => Ok(()),
@@ -258,19 +294,20 @@ impl Vfs {
         flushed.and(locks.give_up().await)
     }
 
-    /// Whether [`Vfs::flush`] would only release locks, and succeed: without locks it need not be
+    /// Whether [`Files::flush`] would only release locks, and succeed: without locks it need not be
     /// called.
     pub fn flush_ready(&self, handle: u64) -> bool {
-        self.files.get(handle).is_ok_and(|open| !open.writes() && open.file.is_ok())
+        self.open.get(handle).is_ok_and(|open| !open.writes() && open.file.is_ok())
     }
 
+    /// fsync(2): what the file's handles wrote is stable when this returns.
     pub async fn fsync(&self, handle: u64) -> Result<()> {
-        self.files.get(handle)?.file()?.fsync().await
+        self.open.get(handle)?.file()?.fsync().await
     }
 
     /// copy_file_range(2): copies up to `len` bytes, fewer at the source's end or above a limit;
     /// returns how many. The bytes pass through this mount, not through the program. `until` as in
-    /// [`Vfs::write`].
+    /// [`Files::write`].
     pub async fn copy_range(
         &self,
         caller: Caller<'_>,
@@ -278,7 +315,7 @@ impl Vfs {
         len: u64,
         until: impl Send + 'static,
     ) -> Result<usize> {
-        let (from, to) = (self.files.get(range.from)?, self.files.get(range.to)?);
+        let (from, to) = (self.open.get(range.from)?, self.open.get(range.to)?);
         let parts = from.file()?.read(range.from_offset, len.min(MOST_COPIED) as usize).await?;
         if parts.is_empty() {
             return Ok(0);
@@ -291,7 +328,7 @@ impl Vfs {
     /// syncfs(2): makes everything that was written through this mount stable.
     pub async fn sync_all(&self) -> Result<()> {
         let mut outcome = Ok(());
-        for open in self.files.all() {
+        for open in self.open.all() {
             if open.writes() {
                 let synced = match open.file() {
                     Ok(file) => file.fsync().await,
@@ -303,6 +340,32 @@ impl Vfs {
         outcome
     }
 
+    /// Flushes all files that are still open, after the kernel is gone. They are closed by the end
+    /// of the session. Returns the first error about bytes that may be lost and that no close
+    /// reported.
+    pub(super) async fn flush_all(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        for open in self.open.drain().into_iter().filter(|o| o.writes()) {
+            let flushed = match open.file() {
+                Ok(file) => file.flush().await,
+                Err(e) => Err(e),
+            };
+            if let Err(e) = flushed {
+                tracing::warn!(
+                    ino = open.ino,
+                    "a file was open when the mount ended, and closing it failed: {e}"
+                );
+                outcome = outcome.and(Err(e));
+            }
+        }
+        outcome
+    }
+
+    /// Waits for handles that were closed before.
+    pub(super) async fn all_closed(&self) {
+        let _ = self.closings.subscribe().wait_for(|n| *n == 0).await;
+    }
+
     /// The last descriptor and mapping of the handle are closed, and with them the locks that were
     /// taken through it.
     pub async fn release(&self, handle: u64) {
@@ -311,12 +374,12 @@ impl Vfs {
         }
     }
 
-    /// The first part of [`Vfs::release`], which does not wait: from now on the handle is gone,
+    /// The first part of [`Files::release`], which does not wait: from now on the handle is gone,
     /// also for the next daemon, and new locks of the file belong to another owner.
     pub(crate) fn note_release(&self, handle: u64) -> Option<Released> {
-        let open = self.files.remove(handle)?;
-        open.kept.iter().for_each(restart::closing);
-        let locks = self.released(handle, open.ino);
+        let open = self.open.remove(handle)?;
+        open.kept.iter().for_each(records::closing);
+        let locks = self.locks.released(handle, open.ino);
         Some(Released { open, locks, _one: Counted::new(&self.closings) })
     }
 
@@ -341,7 +404,7 @@ impl Vfs {
         self.end_file(open).await;
     }
 
-    pub(super) async fn end_file(&self, open: Arc<OpenFile>) {
+    async fn end_file(&self, open: Arc<OpenFile>) {
         let Ok(file) = open.file() else { return };
         if let Err(e) = file.clone().close().await {
             tracing::warn!(ino = open.ino, "closing a file: {e}");
@@ -349,7 +412,7 @@ impl Vfs {
     }
 
     /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; an
-    /// allocation that does not fit now fails with `ENOSPC`. `until` as in [`Vfs::write`].
+    /// allocation that does not fit now fails with `ENOSPC`. `until` as in [`Files::write`].
     pub async fn fallocate(
         &self,
         caller: Caller<'_>,
@@ -358,8 +421,8 @@ impl Vfs {
         mode: i32,
         until: impl Send + 'static,
     ) -> Result<()> {
-        let open = self.files.get(handle)?;
-        open.check_locks(self)?;
+        let open = self.open.get(handle)?;
+        open.check_locks(&self.base.client)?;
         let file = open.file()?;
         if !open.writes() {
             return Err(Error::new(Code::BadF, "the file is not open for writing"));
@@ -375,27 +438,27 @@ impl Vfs {
             file.check_room(offset, len).await?;
         }
         if mode & libc::FALLOC_FL_KEEP_SIZE == 0
-            && self.client.getattr(file.opener(), open.ino).await?.size < end
+            && self.base.client.getattr(file.opener(), open.ino).await?.size < end
         {
             return file.extend(end).await.map(drop);
         }
         file.touch()
     }
 
-    /// Whether fallocate(2) in this mode makes bytes zeros.
-    pub fn makes_zeros(mode: i32) -> bool {
-        mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0
-    }
-
     /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`; the kernel handles everything else.
     pub async fn seek(&self, handle: u64, offset: u64, whence: i32) -> Result<u64> {
-        let open = self.files.get(handle)?;
+        let open = self.open.get(handle)?;
         match whence {
             libc::SEEK_DATA => open.file()?.seek_data(offset).await,
             libc::SEEK_HOLE => open.file()?.seek_hole(offset).await,
             _ => Err(Error::new(Code::Inval, format!("lseek mode {whence} is not supported"))),
         }
     }
+}
+
+/// Whether fallocate(2) in this mode makes bytes zeros.
+pub(crate) fn makes_zeros(mode: i32) -> bool {
+    mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0
 }
 
 /// One piece of an append: the kernel splits what one write(2) appends into requests, between which

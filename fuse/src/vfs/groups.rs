@@ -3,15 +3,24 @@
 
 use std::fs;
 
-use super::Caller;
+use strake_proto::pb;
+
+use super::types::Caller;
 
 /// Linux's NGROUPS_MAX is 65,536; requests carry at most this many.
 const MOST_GROUPS: usize = 4096;
 
+impl Caller<'_> {
+    /// The credentials with which the servers check the caller's permissions.
+    pub(super) fn creds(self) -> pb::Creds {
+        pb::Creds { uid: self.uid, gid: self.gid, groups: of(self) }
+    }
+}
+
 /// The caller's groups now. They are not cached: a thread may change them, and reading them costs
 /// far less than a request to the metadata server. Empty for root, which needs none, and where the
 /// caller is not visible (another process-id namespace, or gone).
-pub(super) fn of(caller: Caller<'_>) -> Vec<u32> {
+fn of(caller: Caller<'_>) -> Vec<u32> {
     if caller.uid == 0 || caller.pid == 0 {
         return Vec::new();
     }

@@ -6,7 +6,7 @@ use strake_proto::{
     map::ROLE_MDS,
 };
 
-use super::Vfs;
+use super::parts::Vfs;
 
 impl Vfs {
     /// Answers the requests of [`strake_proto::ioctl`] for an open regular file. `room`: the bytes
@@ -14,11 +14,11 @@ impl Vfs {
     /// (`ENOTTY`).
     pub fn ioctl(&self, handle: u64, command: u32, room: usize) -> Option<Vec<u8>> {
         // Directories are in another table, and numbers are given out once.
-        let open = self.files.get(handle).ok()?;
-        let map = self.client.servers().map();
+        let (ino, flags) = self.files.opened(handle)?;
+        let map = self.base.client.servers().map();
         let uuid = map.map.fs_uuid[..].try_into().ok()?;
         let answer = match command {
-            ioctl::FILE => OpenedFile { uuid, ino: open.ino, flags: open.flags as u32 }.encode(),
+            ioctl::FILE => OpenedFile { uuid, ino, flags: flags as u32 }.encode(),
             ioctl::SERVERS => {
                 let servers = map.map.nodes.iter().filter(|n| n.role == ROLE_MDS);
                 let endpoints: Vec<String> =

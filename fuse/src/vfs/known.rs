@@ -1,23 +1,31 @@
 //! What a mount shows while no server answers: the root's attributes and the space, as last heard.
 //! umount(8) looks at both before it unmounts.
 
-use std::sync::{
-    Arc,
-    atomic::Ordering::{Acquire, Release},
+use std::{
+    sync::{
+        Arc,
+        atomic::Ordering::{Acquire, Release},
+    },
+    time::Duration,
 };
 
 use parking_lot::Mutex;
-use strake_proto::{ids::ROOT_INO, pb};
+use strake_client::Client;
+use strake_proto::{Result, ids::ROOT_INO, pb};
 
+use super::base::Base;
 use crate::handover::HandoverMemory;
+
+/// How long an answer is waited for while servers are away, before the last known one is used.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The first of the eleven words of the handover memory for it.
 const KEPT: usize = 4;
 
 /// The values for this daemon and, with handover memory, for the next one.
 pub(crate) struct Known {
-    pub(super) root: Mutex<Option<pb::Attr>>,
-    pub(super) space: Mutex<Option<pb::StatfsReply>>,
+    root: Mutex<Option<pb::Attr>>,
+    space: Mutex<Option<pb::StatfsReply>>,
     keep: Option<Arc<HandoverMemory>>,
 }
 
@@ -38,9 +46,53 @@ impl Known {
         self.space.lock().clone()
     }
 
+    /// The root's attributes, asked of the servers if they answer.
+    pub(super) async fn ask_root(
+        &self,
+        client: &Client,
+        asking: impl Future<Output = Result<pb::Attr>>,
+    ) -> Result<pb::Attr> {
+        self.or_last(client, &self.root, asking).await
+    }
+
+    /// The space of the file system, counted with the default layout of the mount's root.
+    pub(super) async fn ask_space(&self, base: &Base) -> Result<pb::StatfsReply> {
+        let asking = base.client.space().statfs_in(&pb::Creds::default(), "", base.root.ino());
+        self.or_last(&base.client, &self.space, asking).await
+    }
+
+    /// An answer, or the last known one when the servers have been away for a while. For what
+    /// umount(8) looks at before it unmounts: it must not wait for the servers.
+    async fn or_last<T: Clone>(
+        &self,
+        client: &Client,
+        last: &Mutex<Option<T>>,
+        asking: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let instead = async {
+            loop {
+                tokio::time::sleep(PATIENCE).await;
+                let last = last.lock().clone();
+                if let Some(known) = last.filter(|_| !client.servers().away().is_empty()) {
+                    return known;
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            answer = asking => {
+                let answer = answer?;
+                *last.lock() = Some(answer.clone());
+                self.write();
+                Ok(answer)
+            }
+            known = instead => Ok(known),
+        }
+    }
+
     /// Writes changed values to the handover memory. If a crash interrupts this, the worst result
     /// is a mixture of values from two moments.
-    pub(super) fn write(&self) {
+    fn write(&self) {
         let Some(keep) = &self.keep else { return };
         let (root, space) = (self.root.lock(), self.space.lock());
         // The first word says that there are values, so it is written last.

@@ -9,19 +9,22 @@
 use std::{
     future::Future,
     pin::Pin,
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::{Arc, OnceLock},
     time::Duration,
 };
 
+use parking_lot::Mutex;
 use strake_client::{Client, Holder, Lock, LockKind, LockType, Programs, Unlocking};
 use strake_proto::{Code, Error, Ino, Result, SessionId};
 use strake_runtime::Record;
 use tokio::time::timeout;
 
 use super::{
-    OpenFile, Vfs,
-    owners::{Around, Ended, Key, Outcome},
-    restart::{ending, keep_owner},
+    base::Base,
+    handles::Table,
+    open_file::OpenFile,
+    owners::{Around, Ended, Key, Outcome, Owners},
+    records::{ending, keep_owner},
 };
 
 /// The largest offset that the kernel knows; a lock up to it goes to the end of the file.
@@ -33,7 +36,7 @@ const SETTLING: Duration = Duration::from_secs(2);
 /// A boxed future without a result.
 pub type Soon = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// Requests that the kernel has sent and that [`Vfs`] does not know yet.
+/// Requests that the kernel has sent and that [`Locks`] does not know yet.
 pub trait Queue: Send + Sync {
     /// Returns when all closes that the kernel had queued before this call are noted.
     fn taken(&self) -> Soon;
@@ -104,7 +107,16 @@ impl Drop for Leaving {
     }
 }
 
-impl Around for Vfs {
+/// The locks of the files that the kernel has open, and the requests for them.
+pub struct Locks {
+    base: Arc<Base>,
+    files: Arc<Table<OpenFile>>,
+    owners: Mutex<Owners<Record>>,
+    /// The queue that closes come from.
+    queue: OnceLock<Arc<dyn Queue>>,
+}
+
+impl Around for Base {
     type Guard = Unlocking;
     type Record = Record;
 
@@ -128,7 +140,7 @@ impl Around for Vfs {
 
 /// A request for a lock. If it is dropped before it has an outcome, it is undone.
 struct Asking<'a> {
-    vfs: &'a Vfs,
+    locks: &'a Locks,
     key: Key,
     handle: u64,
     number: u64,
@@ -137,15 +149,19 @@ struct Asking<'a> {
 
 impl Drop for Asking<'_> {
     fn drop(&mut self) {
-        self.vfs.owners.lock().asked(self.key, self.handle, self.number, self.outcome);
+        self.locks.owners.lock().asked(self.key, self.handle, self.number, self.outcome);
     }
 }
 
-impl Vfs {
+impl Locks {
+    pub(super) fn new(base: Arc<Base>, files: Arc<Table<OpenFile>>) -> Locks {
+        Locks { base, files, owners: Mutex::default(), queue: OnceLock::new() }
+    }
+
     /// Sets the queue that closes come from. Without one, only closes that are known already count.
     pub(crate) fn set_queue(&self, queue: Arc<dyn Queue>) {
         if self.queue.set(queue.clone()).is_ok() {
-            self.client.locks().set_programs(Arc::new(Settle(queue)));
+            self.base.client.locks().set_programs(Arc::new(Settle(queue)));
         }
     }
 
@@ -163,7 +179,7 @@ impl Vfs {
         // Number 0 belongs to no owner.
         let owner = self.owners.lock().number(key(ino, lock, handle)).unwrap_or(0);
         let lock = Lock { owner, ..read(lock) };
-        let ask = || self.client.locks().get(ino, &lock);
+        let ask = || self.base.client.locks().get(ino, &lock);
         let found = self.unless_over(ino, |found| matches!(found, Ok(Some(_))), ask).await?;
         Ok(found.map(|h| Holder {
             start: h.start.min(OFFSET_MAX),
@@ -184,17 +200,17 @@ impl Vfs {
         if lock.mode == LockType::LockUnlock {
             return self.unlock(key, &read(lock)).await;
         }
-        let known = self.owners.lock().asks(key, handle, false, self);
+        let known = self.owners.lock().asks(key, handle, false, &*self.base);
         let number = match known {
             Some(number) => number,
             None => {
                 self.taken().await;
-                self.owners.lock().asks(key, handle, true, self).unwrap_or_default()
+                self.owners.lock().asks(key, handle, true, &*self.base).unwrap_or_default()
             }
         };
-        let mut asking = Asking { vfs: self, key, handle, number, outcome: Outcome::InDoubt };
+        let mut asking = Asking { locks: self, key, handle, number, outcome: Outcome::InDoubt };
         let lock = Lock { owner: number, ..read(lock) };
-        let ask = || self.client.locks().set(ino, &lock, wait);
+        let ask = || self.base.client.locks().set(ino, &lock, wait);
         let locked = if wait {
             // Closes that are not known yet end the wait once they are known.
             ask().await
@@ -207,7 +223,7 @@ impl Vfs {
         match &locked {
             Ok(locked) => {
                 asking.outcome = Outcome::Holds;
-                let _ = open.locked_in.compare_exchange(0, locked.session, Relaxed, Relaxed);
+                open.locked(locked.session);
             }
             Err(e) if matches!(e.code, Code::LockConflict | Code::Deadlock | Code::NoLock) => {
                 asking.outcome = Outcome::Refused;
@@ -227,26 +243,30 @@ impl Vfs {
     ) -> T {
         let settle = async {
             self.taken().await;
-            let _ = timeout(SETTLING, self.client.locks().unlocked(ino)).await;
+            let _ = timeout(SETTLING, self.base.client.locks().unlocked(ino)).await;
         };
-        if self.client.locks().unlocks(ino).under_way() {
-            let _ = timeout(SETTLING, self.client.locks().unlocked(ino)).await;
+        if self.base.client.locks().unlocks(ino).under_way() {
+            let _ = timeout(SETTLING, self.base.client.locks().unlocked(ino)).await;
         }
-        let before = self.client.locks().unlocks(ino);
+        let before = self.base.client.locks().unlocks(ino);
         let answer = ask().await;
         if !is_conflict(&answer) {
             return answer;
         }
         settle.await;
-        if before.ended_since(self.client.locks().unlocks(ino)) { ask().await } else { answer }
+        if before.ended_since(self.base.client.locks().unlocks(ino)) { ask().await } else { answer }
     }
 
     async fn unlock(&self, key: Key, lock: &Lock) -> Result<()> {
         // The owner never requested a lock in the file.
         let known = self.owners.lock().known(key);
         let Some(known) = known else { return Ok(()) };
-        let locked =
-            self.client.locks().set(key.0, &Lock { owner: known.number, ..*lock }, false).await?;
+        let locked = self
+            .base
+            .client
+            .locks()
+            .set(key.0, &Lock { owner: known.number, ..*lock }, false)
+            .await?;
         if locked.left == 0 {
             let free = self.owners.lock().has_none(key, known);
             self.freed(free);
@@ -258,32 +278,32 @@ impl Vfs {
     fn freed(&self, handles: Vec<u64>) {
         for handle in handles {
             if let Ok(open) = self.files.get(handle) {
-                open.locked_in.store(0, Relaxed);
+                open.unlocked();
             }
         }
     }
 
     fn leaving(&self, ended: Vec<Ended<Unlocking>>) -> Leaving {
         ended.iter().for_each(|e| self.freed(e.free.clone()));
-        Leaving { client: self.client.clone(), ended }
+        Leaving { client: self.base.client.clone(), ended }
     }
 
     /// close(2) of a descriptor by `owner`: releases its POSIX locks on the file.
     pub(super) fn closing(&self, ino: Ino, owner: u64) -> Leaving {
-        let ended = self.owners.lock().gives_up((ino, false, owner), self);
+        let ended = self.owners.lock().gives_up((ino, false, owner), &*self.base);
         self.leaving(ended.into_iter().collect())
     }
 
     /// The handle's last close: releases its flock, and remaining locks that were taken only
     /// through it.
     pub(super) fn released(&self, handle: u64, ino: Ino) -> Leaving {
-        let ended = self.owners.lock().closed(ino, handle, self);
+        let ended = self.owners.lock().closed(ino, handle, &*self.base);
         self.leaving(ended)
     }
 
     /// Takes over an owner's locks that were taken through a handle of an earlier daemon of this
     /// mount. They belong to `session`.
-    pub(super) fn adopt_lock(
+    pub(super) fn adopt(
         &self,
         key: Key,
         number: u64,
@@ -293,31 +313,14 @@ impl Vfs {
     ) {
         self.owners.lock().adopt(key, number, handle, kept);
         if let Ok(open) = self.files.get(handle) {
-            open.locked_in.store(session, Relaxed);
+            open.was_locked(session);
         }
     }
 
     /// Continues to release the locks of an owner that ended under an earlier daemon.
     pub(super) fn adopt_ending(&self, (ino, flock): (Ino, bool), number: u64, kept: Record) {
-        let guard = self.client.locks().unlocking(ino, number).keeping(vec![kept]);
-        drop(self.client.locks().give_up(ino, &unlock_all(flock, number), guard));
-    }
-}
-
-impl OpenFile {
-    /// `EIO` for a file whose locks were lost with their session.
-    pub(super) fn check_locks(&self, vfs: &Vfs) -> Result<()> {
-        if !self.lost_locks(vfs) {
-            return Ok(());
-        }
-        let m = "the locks taken through this open file are lost, because the metadata servers \
-                 evicted this client; close the file";
-        Err(Error::new(Code::Io, m))
-    }
-
-    pub(super) fn lost_locks(&self, vfs: &Vfs) -> bool {
-        let session = self.locked_in.load(Relaxed);
-        session != 0 && session != vfs.client.session()
+        let guard = self.base.client.locks().unlocking(ino, number).keeping(vec![kept]);
+        drop(self.base.client.locks().give_up(ino, &unlock_all(flock, number), guard));
     }
 }
 

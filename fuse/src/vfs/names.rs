@@ -1,12 +1,22 @@
 //! Requests about names and attributes.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
+use parking_lot::Mutex;
 use strake_client::Mode;
 use strake_proto::{Code, Error, Ino, Result, pb};
 use tokio::time::Instant;
 
-use super::{Caller, Change, Stat, Time, Vfs, gone::is_dir, stale};
+use super::{
+    base::Base,
+    claims::Claims,
+    gone::Gone,
+    handles::Table,
+    known::Known,
+    open_file::OpenFile,
+    subtree::lookup_handle,
+    types::{Caller, Change, Stat, Time, is_dir, stale},
+};
 
 /// renameat2(2) flags.
 const RENAME_NOREPLACE: u32 = 1;
@@ -18,41 +28,62 @@ const COUNT_LIMIT: Duration = Duration::from_secs(2);
 /// After that wait failed, no stat waits for this long.
 const COUNT_PAUSE: Duration = Duration::from_secs(10);
 
-impl Vfs {
+/// Requests about names and attributes.
+pub struct Names {
+    base: Arc<Base>,
+    files: Arc<Table<OpenFile>>,
+    gone: Arc<Gone>,
+    claims: Arc<Claims>,
+    known: Arc<Known>,
+    /// When the storage servers last failed to say in time how much they store.
+    uncounted: Mutex<Option<Instant>>,
+}
+
+impl Names {
+    pub(super) fn new(
+        base: Arc<Base>,
+        files: Arc<Table<OpenFile>>,
+        gone: Arc<Gone>,
+        claims: Arc<Claims>,
+        known: Arc<Known>,
+    ) -> Names {
+        Names { base, files, gone, claims, known, uncounted: Mutex::default() }
+    }
+
     /// The inode that a name refers to.
     pub async fn lookup(&self, caller: Caller<'_>, parent: Ino, name: &[u8]) -> Result<pb::Attr> {
-        let dir = self.inner(parent);
+        let dir = self.base.inner(parent);
         if matches!(name, b"." | b"..") {
-            return Box::pin(self.lookup_handle(caller, dir, name)).await;
+            return Box::pin(lookup_handle(&self.base.client, self.base.root, caller, dir, name))
+                .await;
         }
-        let attr = self.client.lookup(&self.creds(caller), dir, name).await?;
-        self.claimed(caller.pid, (parent, name), attr.ino).await?;
+        let attr = self.base.client.lookup(&caller.creds(), dir, name).await?;
+        self.claims.check(&self.base, caller.pid, (parent, name), attr.ino).await?;
         match is_dir(&attr) {
-            true => self.folders.note(&attr, Some(dir)),
+            true => self.gone.folders.note(&attr, Some(dir)),
             false => self.claims.told(parent, name),
         }
-        Ok(self.outer(attr))
+        Ok(self.base.outer(attr))
     }
 
     /// The result of stat(2). The storage servers are asked for the space of a file that may have
     /// holes; while they do not answer it is left out. Rare cases are boxed: their futures would
     /// make every request's task several times as large.
     pub async fn getattr(&self, ino: Ino) -> Result<Stat> {
-        let inner = self.inner(ino);
+        let inner = self.base.inner(ino);
         // Without the caller's credentials: stat(2) needs no permission on the file itself.
         let nobody = pb::Creds::default();
-        let attr = match inner == self.root {
-            true => {
-                Box::pin(self.or_last(&self.known.root, self.client.getattr(&nobody, inner))).await
-            }
-            false => self.client.getattr(&nobody, inner).await,
+        let client = &self.base.client;
+        let attr = match inner == self.base.root.ino() {
+            true => Box::pin(self.known.ask_root(client, client.getattr(&nobody, inner))).await,
+            false => client.getattr(&nobody, inner).await,
         };
         let attr = match attr {
             Ok(a) => {
-                self.folders.note(&a, None);
-                self.outer(a)
+                self.gone.folders.note(&a, None);
+                self.base.outer(a)
             }
-            Err(e) => self.outer(self.or_held(inner, e)?),
+            Err(e) => self.base.outer(self.gone.or_held(inner, e)?),
         };
         let allocated = if attr.sparse { Box::pin(self.count(inner)).await } else { None };
         Ok(Stat { attr, allocated })
@@ -64,7 +95,7 @@ impl Vfs {
         if self.uncounted.lock().is_some_and(|at| at.elapsed() < COUNT_PAUSE) {
             return None;
         }
-        match tokio::time::timeout(COUNT_LIMIT, self.client.space().allocated(ino)).await {
+        match tokio::time::timeout(COUNT_LIMIT, self.base.client.space().allocated(ino)).await {
             Ok(counted) => counted
                 .inspect_err(|e| tracing::debug!(ino, "asking for the space in use: {e}"))
                 .ok(),
@@ -75,8 +106,9 @@ impl Vfs {
         }
     }
 
+    /// chmod(2), chown(2), truncate(2), utimensat(2).
     pub async fn setattr(&self, caller: Caller<'_>, ino: Ino, change: Change) -> Result<pb::Attr> {
-        let ino = self.inner(ino);
+        let ino = self.base.inner(ino);
         let mut wanted = pb::SetAttr {
             ino,
             mode: change.mode,
@@ -107,18 +139,21 @@ impl Vfs {
         }
         match cut {
             Some(attr) if wanted == (pb::SetAttr { ino, ..Default::default() }) => Ok(attr),
-            _ => match self.client.setattr(caller.with(&self.creds(caller)), wanted).await {
+            _ => match self.base.client.setattr(caller.with(&caller.creds()), wanted).await {
                 Ok(a) => {
-                    self.folders.note(&a, None);
-                    Ok(self.outer(a))
+                    self.gone.folders.note(&a, None);
+                    Ok(self.base.outer(a))
                 }
-                Err(e) => self.change_held(caller, ino, &change, e).map(|a| self.outer(a)),
+                Err(e) => {
+                    self.gone.change_held(caller, ino, &change, e).map(|a| self.base.outer(a))
+                }
             },
         }
     }
 
+    /// The target of a symbolic link.
     pub async fn readlink(&self, caller: Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        self.client.readlink(&self.creds(caller), ino).await.map_err(stale)
+        self.base.client.readlink(&caller.creds(), ino).await.map_err(stale)
     }
 
     /// Creates a file without opening it, a fifo, a socket or a device. `mode` includes the type.
@@ -132,10 +167,11 @@ impl Vfs {
         rdev: u32,
     ) -> Result<pb::Attr> {
         let made = self
+            .base
             .client
             .mknod(
-                c.with(&self.creds(c)),
-                self.inner(parent),
+                c.with(&c.creds()),
+                self.base.inner(parent),
                 name,
                 Mode { bits: mode, umask },
                 rdev,
@@ -144,6 +180,7 @@ impl Vfs {
         made.inspect(|_| self.claims.told(parent, name))
     }
 
+    /// mkdir(2): creates a directory.
     pub async fn mkdir(
         &self,
         c: Caller<'_>,
@@ -152,14 +189,16 @@ impl Vfs {
         mode: u32,
         umask: u32,
     ) -> Result<pb::Attr> {
-        let parent = self.inner(parent);
+        let parent = self.base.inner(parent);
         let made = self
+            .base
             .client
-            .mkdir(c.with(&self.creds(c)), parent, name, Mode { bits: mode, umask })
+            .mkdir(c.with(&c.creds()), parent, name, Mode { bits: mode, umask })
             .await;
-        made.inspect(|a| self.folders.note(a, Some(parent)))
+        made.inspect(|a| self.gone.folders.note(a, Some(parent)))
     }
 
+    /// symlink(2): creates a symbolic link to `target`.
     pub async fn symlink(
         &self,
         caller: Caller<'_>,
@@ -167,11 +206,16 @@ impl Vfs {
         name: &[u8],
         target: &[u8],
     ) -> Result<pb::Attr> {
-        let creds = self.creds(caller);
-        let made = self.client.symlink(caller.with(&creds), self.inner(parent), name, target).await;
+        let creds = caller.creds();
+        let made = self
+            .base
+            .client
+            .symlink(caller.with(&creds), self.base.inner(parent), name, target)
+            .await;
         made.inspect(|_| self.claims.told(parent, name))
     }
 
+    /// link(2): gives the inode another name.
     pub async fn link(
         &self,
         caller: Caller<'_>,
@@ -179,23 +223,28 @@ impl Vfs {
         parent: Ino,
         name: &[u8],
     ) -> Result<pb::Attr> {
-        let creds = self.creds(caller);
-        let made = self.client.link(caller.with(&creds), ino, self.inner(parent), name).await;
+        let creds = caller.creds();
+        let made =
+            self.base.client.link(caller.with(&creds), ino, self.base.inner(parent), name).await;
         made.inspect(|_| self.claims.told(parent, name))
     }
 
+    /// unlink(2): removes a name that is not a directory's.
     pub async fn unlink(&self, caller: Caller<'_>, parent: Ino, name: &[u8]) -> Result<()> {
-        let creds = self.creds(caller);
-        self.client.unlink(caller.with(&creds), self.inner(parent), name).await
+        let creds = caller.creds();
+        self.base.client.unlink(caller.with(&creds), self.base.inner(parent), name).await
     }
 
+    /// rmdir(2): removes an empty directory.
     pub async fn rmdir(&self, caller: Caller<'_>, parent: Ino, name: &[u8]) -> Result<()> {
-        let creds = self.creds(caller);
-        let gone = self.client.rmdir(caller.with(&creds), self.inner(parent), name).await?;
-        self.folders.removed(gone);
+        let creds = caller.creds();
+        let gone =
+            self.base.client.rmdir(caller.with(&creds), self.base.inner(parent), name).await?;
+        self.gone.folders.removed(gone);
         Ok(())
     }
 
+    /// renameat2(2) with its flags.
     pub async fn rename(
         &self,
         caller: Caller<'_>,
@@ -210,19 +259,19 @@ impl Vfs {
                 format!("rename flags {flags:#x} are not supported"),
             ));
         }
-        let (old, new) = ((self.inner(from.0), from.1), (self.inner(to.0), to.1));
-        self.client.rename(caller.with(&self.creds(caller)), old, new, flags).await?;
+        let (old, new) = ((self.base.inner(from.0), from.1), (self.base.inner(to.0), to.1));
+        self.base.client.rename(caller.with(&caller.creds()), old, new, flags).await?;
         self.claims.told(to.0, to.1);
         Ok(())
     }
 
-    /// Whether a rename with these flags exchanges two names.
-    pub(crate) fn exchanges(flags: u32) -> bool {
-        flags & RENAME_EXCHANGE != 0
-    }
-
     /// access(2) as `caller`; `mask` of `R_OK` 4, `W_OK` 2, `X_OK` 1.
     pub async fn access(&self, caller: Caller<'_>, ino: Ino, mask: u32) -> Result<()> {
-        self.client.access(&self.creds(caller), self.inner(ino), mask).await.map_err(stale)
+        self.base.client.access(&caller.creds(), self.base.inner(ino), mask).await.map_err(stale)
     }
+}
+
+/// Whether a rename with these flags exchanges two names.
+pub(crate) fn exchanges(flags: u32) -> bool {
+    flags & RENAME_EXCHANGE != 0
 }

@@ -6,7 +6,7 @@
 use strake_client::Client;
 use strake_proto::{Code, Error, Ino, Result, ids::ROOT_INO, pb};
 
-use super::{Caller, Vfs, stale};
+use super::types::{Caller, stale};
 
 /// The folder at `path` (plain, from the root), looked up with these credentials. `ENOENT`,
 /// `ENOTDIR`, `EACCES`; symbolic links are not followed.
@@ -34,68 +34,76 @@ pub async fn find_subtree(client: &Client, creds: &pb::Creds, path: &str) -> Res
     Ok(at)
 }
 
-impl Vfs {
-    /// Makes a folder the root that the kernel sees.
-    #[must_use]
-    pub fn within(mut self, root: Ino) -> Vfs {
-        self.root = root;
-        self
+/// The inode that the kernel knows as the root.
+#[derive(Clone, Copy)]
+pub(super) struct Root(Ino);
+
+impl Root {
+    pub fn new(ino: Ino) -> Root {
+        Root(ino)
     }
 
-    pub(super) fn is_subtree(&self) -> bool {
-        self.root != ROOT_INO
+    pub fn ino(self) -> Ino {
+        self.0
     }
 
     /// The inode that the kernel means by a number.
-    pub(super) fn inner(&self, node: Ino) -> Ino {
-        if node == ROOT_INO { self.root } else { node }
+    pub fn inner(self, node: Ino) -> Ino {
+        if node == ROOT_INO { self.0 } else { node }
+    }
+
+    /// The number by which the kernel knows an inode.
+    pub fn node(self, ino: Ino) -> Ino {
+        if ino == self.0 { ROOT_INO } else { ino }
     }
 
     /// Attributes with the inode number that the kernel uses.
-    pub(super) fn outer(&self, mut attr: pb::Attr) -> pb::Attr {
-        if attr.ino == self.root {
-            attr.ino = ROOT_INO;
-        }
-        attr
+    pub fn outer(self, attr: pb::Attr) -> pb::Attr {
+        pb::Attr { ino: self.node(attr.ino), ..attr }
     }
 
-    /// "." or "..", by which the kernel looks up an inode that came by handle
-    /// (open_by_handle_at(2), NFS) and that it does not know. An inode need not be a directory to
-    /// be its own ".". `ESTALE`, also for inodes outside of the mount's root.
-    pub(super) async fn lookup_handle(
-        &self,
-        caller: Caller<'_>,
-        ino: Ino,
-        name: &[u8],
-    ) -> Result<pb::Attr> {
-        let found = if name == b"." || ino == self.root {
-            self.client.getattr(&pb::Creds::default(), ino).await
-        } else {
-            self.client.lookup(&self.creds(caller), ino, name).await
-        };
-        let found = self.outer(found.map_err(stale)?);
-        if found.nlink == 0 && !self.client.is_open(ino) {
-            return Err(Error::new(Code::Stale, "the file was removed"));
-        }
-        if self.is_subtree() {
-            self.path_within(self.inner(found.ino)).await.map_err(stale)?;
-        }
-        Ok(found)
+    fn is_subtree(self) -> bool {
+        self.0 != ROOT_INO
     }
+}
 
-    /// The path of an inode from the mount's root. If it lies outside: `ENOENT` by FID, `ESTALE` by
-    /// handle.
-    pub(super) async fn path_within(&self, ino: Ino) -> Result<Vec<u8>> {
-        // Without the caller's credentials: this only tells whether the inode is inside.
-        let root = pb::Creds::default();
-        let path = self.client.path_of(&root, ino).await?;
-        if !self.is_subtree() {
-            return Ok(path);
-        }
-        let base = self.client.path_of(&root, self.root).await?;
-        below(&base, &path)
-            .ok_or_else(|| Error::new(Code::Stale, "it is outside of the mounted folder"))
+/// "." or "..", by which the kernel looks up an inode that came by handle (open_by_handle_at(2),
+/// NFS) and that it does not know. An inode need not be a directory to be its own ".". `ESTALE`,
+/// also for inodes outside of the mount's root.
+pub(super) async fn lookup_handle(
+    client: &Client,
+    root: Root,
+    caller: Caller<'_>,
+    ino: Ino,
+    name: &[u8],
+) -> Result<pb::Attr> {
+    let found = if name == b"." || ino == root.ino() {
+        client.getattr(&pb::Creds::default(), ino).await
+    } else {
+        client.lookup(&caller.creds(), ino, name).await
+    };
+    let found = root.outer(found.map_err(stale)?);
+    if found.nlink == 0 && !client.is_open(ino) {
+        return Err(Error::new(Code::Stale, "the file was removed"));
     }
+    if root.is_subtree() {
+        path_within(client, root, root.inner(found.ino)).await.map_err(stale)?;
+    }
+    Ok(found)
+}
+
+/// The path of an inode from the mount's root. If it lies outside: `ENOENT` by FID, `ESTALE` by
+/// handle.
+pub(super) async fn path_within(client: &Client, root: Root, ino: Ino) -> Result<Vec<u8>> {
+    // Without the caller's credentials: this only tells whether the inode is inside.
+    let nobody = pb::Creds::default();
+    let path = client.path_of(&nobody, ino).await?;
+    if !root.is_subtree() {
+        return Ok(path);
+    }
+    let base = client.path_of(&nobody, root.ino()).await?;
+    below(&base, &path)
+        .ok_or_else(|| Error::new(Code::Stale, "it is outside of the mounted folder"))
 }
 
 /// `path` seen from `base`; `None` when it is not below it.

@@ -21,11 +21,19 @@
 //! - `strake.path.FID`: the path of that FID from the root of the mount. For root only, since it
 //!   ignores search permissions.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use prost::Message as _;
 use strake_proto::{Code, Error, Fid, Ino, Result, pb};
 
-use super::{Caller, Vfs, stale};
+use super::{
+    base::Base,
+    gone::Gone,
+    known::Known,
+    subtree::path_within,
+    types::{Caller, stale},
+};
 
 const VIRTUAL: &[u8] = b"strake.";
 /// Most bytes of the map in one part. Linux accepts at most 64 KiB as the value of an xattr.
@@ -42,14 +50,27 @@ fn no_data(what: impl Into<String>) -> Error {
     Error::new(Code::NoData, what)
 }
 
-impl Vfs {
-    pub async fn getxattr(&self, caller: Caller<'_>, ino: Ino, name: &[u8]) -> Result<Bytes> {
-        let ino = self.inner(ino);
+/// Requests for extended attributes.
+pub struct Xattrs {
+    base: Arc<Base>,
+    gone: Arc<Gone>,
+    known: Arc<Known>,
+}
+
+impl Xattrs {
+    pub(super) fn new(base: Arc<Base>, gone: Arc<Gone>, known: Arc<Known>) -> Xattrs {
+        Xattrs { base, gone, known }
+    }
+
+    /// getxattr(2): the value.
+    pub async fn get(&self, caller: Caller<'_>, ino: Ino, name: &[u8]) -> Result<Bytes> {
+        let ino = self.base.inner(ino);
         match of_mount(name) {
             Some(rest) => self.get_virtual(caller, ino, rest).await,
-            None => match self.client.xattrs().get(&self.creds(caller), ino, name).await {
+            None => match self.base.client.xattrs().get(&caller.creds(), ino, name).await {
                 Ok(value) => Ok(Bytes::from(value)),
                 Err(e) => Err(self
+                    .gone
                     .or_held(ino, e)
                     .err()
                     .unwrap_or_else(|| no_data("the directory was removed"))),
@@ -57,8 +78,8 @@ impl Vfs {
         }
     }
 
-    /// `flags`: `XATTR_CREATE` 1, `XATTR_REPLACE` 2.
-    pub async fn setxattr(
+    /// setxattr(2). `flags`: `XATTR_CREATE` 1, `XATTR_REPLACE` 2.
+    pub async fn set(
         &self,
         caller: Caller<'_>,
         ino: Ino,
@@ -66,20 +87,21 @@ impl Vfs {
         value: &[u8],
         flags: u32,
     ) -> Result<()> {
-        let ino = self.inner(ino);
-        let creds = self.creds(caller);
+        let ino = self.base.inner(ino);
+        let creds = caller.creds();
         match of_mount(name) {
             Some(b"spec") => {
                 let spec = pb::LayoutSpec::decode(value).map_err(|e| {
                     Error::new(Code::Inval, format!("strake.spec is not a layout spec: {e}"))
                 })?;
-                self.client.layouts().set(caller.with(&creds), ino, Some(spec)).await
+                self.base.client.layouts().set(caller.with(&creds), ino, Some(spec)).await
             }
             Some(b"seal") => {
                 let step = pb::Seal::decode(value).map_err(|e| {
                     Error::new(Code::Inval, format!("strake.seal is not a step of sealing: {e}"))
                 })?;
-                self.client
+                self.base
+                    .client
                     .seals()
                     .step(caller.with(&creds), pb::Seal { ino, ..step })
                     .await
@@ -88,31 +110,36 @@ impl Vfs {
             Some(_) => Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be set")),
             None => {
                 let caller = caller.with(&creds);
-                self.client.xattrs().set(caller, ino, name, value, flags).await.map_err(stale)
+                self.base.client.xattrs().set(caller, ino, name, value, flags).await.map_err(stale)
             }
         }
     }
 
-    pub async fn removexattr(&self, caller: Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
-        let ino = self.inner(ino);
-        let creds = self.creds(caller);
+    /// removexattr(2).
+    pub async fn remove(&self, caller: Caller<'_>, ino: Ino, name: &[u8]) -> Result<()> {
+        let ino = self.base.inner(ino);
+        let creds = caller.creds();
         match of_mount(name) {
-            Some(b"spec") => self.client.layouts().set(caller.with(&creds), ino, None).await,
+            Some(b"spec") => self.base.client.layouts().set(caller.with(&creds), ino, None).await,
             Some(_) => {
                 Err(Error::new(Code::OpNotSupp, "this strake.* attribute cannot be removed"))
             }
-            None => {
-                self.client.xattrs().remove(caller.with(&creds), ino, name).await.map_err(stale)
-            }
+            None => self
+                .base
+                .client
+                .xattrs()
+                .remove(caller.with(&creds), ino, name)
+                .await
+                .map_err(stale),
         }
     }
 
-    /// The names, each followed by a NUL.
-    pub async fn listxattr(&self, caller: Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
-        let ino = self.inner(ino);
-        let names = match self.client.xattrs().list(&self.creds(caller), ino).await {
+    /// listxattr(2): the names, each followed by a NUL.
+    pub async fn list(&self, caller: Caller<'_>, ino: Ino) -> Result<Vec<u8>> {
+        let ino = self.base.inner(ino);
+        let names = match self.base.client.xattrs().list(&caller.creds(), ino).await {
             Ok(names) => names,
-            Err(e) => self.or_held(ino, e).map(|_| Vec::new())?,
+            Err(e) => self.gone.or_held(ino, e).map(|_| Vec::new())?,
         };
         let mut all = Vec::new();
         for n in names.iter().filter(|n| !n.starts_with(VIRTUAL)) {
@@ -127,12 +154,14 @@ impl Vfs {
         match name {
             "fid" => return Ok(Fid::from_ino(ino).to_string().into_bytes().into()),
             "name" => {
-                return Ok(self.client.servers().map().map.fs_name.clone().into_bytes().into());
+                return Ok(self.base.client.servers().map().map.fs_name.clone().into_bytes().into());
             }
-            "roads" => return Ok(self.client.servers().file_roads(ino).encode_to_vec().into()),
-            "statfs" => return Ok(self.statfs().await?.encode_to_vec().into()),
+            "roads" => {
+                return Ok(self.base.client.servers().file_roads(ino).encode_to_vec().into());
+            }
+            "statfs" => return Ok(self.known.ask_space(&self.base).await?.encode_to_vec().into()),
             "layout" => {
-                let found = self.client.layouts().get(&self.creds(caller), ino).await?;
+                let found = self.base.client.layouts().get(&caller.creds(), ino).await?;
                 return match (found.layout, found.spec) {
                     (Some(layout), _) => Ok(layout.encode_to_vec().into()),
                     (None, Some(spec)) => Ok(spec.encode_to_vec().into()),
@@ -140,16 +169,17 @@ impl Vfs {
                 };
             }
             "effective" => {
-                let found = self.client.layouts().get(&self.creds(caller), ino).await?;
+                let found = self.base.client.layouts().get(&caller.creds(), ino).await?;
                 let layout =
                     found.effective.or(found.layout).ok_or_else(|| no_data("no layout"))?;
                 return Ok(layout.encode_to_vec().into());
             }
             "seal" => {
                 return Ok(self
+                    .base
                     .client
                     .seals()
-                    .get(&self.creds(caller), ino, None)
+                    .get(&caller.creds(), ino, None)
                     .await?
                     .0
                     .encode_to_vec()
@@ -159,11 +189,11 @@ impl Vfs {
         }
         if let Some(page) = name.strip_prefix("seal.") {
             let page = page.parse().map_err(|_| no_data("strake.seal.N takes a number"))?;
-            return Ok(self.client.seals().get(&self.creds(caller), ino, Some(page)).await?.1);
+            return Ok(self.base.client.seals().get(&caller.creds(), ino, Some(page)).await?.1);
         }
         if let Some(number) = name.strip_prefix("map.") {
             let number = number.parse().map_err(|_| no_data("strake.map.N takes a number"))?;
-            let map = self.client.servers().map();
+            let map = self.base.client.servers().map();
             return map_part(map.version(), &map.map.encode_to_vec(), number);
         }
         if let Some(fid) = name.strip_prefix("path.") {
@@ -171,7 +201,7 @@ impl Vfs {
                 return Err(Error::new(Code::Perm, "only root may ask for the path of a FID"));
             }
             let ino = fid.parse::<Fid>()?.to_ino()?;
-            let path = self.path_within(ino).await;
+            let path = path_within(&self.base.client, self.base.root, ino).await;
             return path.map(Bytes::from).map_err(|e| match e.code {
                 Code::Stale => Error::new(Code::NoEnt, e.message),
                 _ => e,

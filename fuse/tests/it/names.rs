@@ -35,7 +35,7 @@ async fn a_rename_that_another_mount_was_faster_with_begins_anew() {
         if links == 2 {
             other.link(&me, file, top, b"third").await.unwrap();
         }
-        let look = |pid, dir: Ino| vfs.lookup(thread(pid), dir, &name);
+        let look = |pid, dir: Ino| vfs.names.lookup(thread(pid), dir, &name);
         let found =
             |r: strake_proto::Result<strake_proto::pb::Attr>| r.map(|a| a.ino).map_err(|e| e.code);
         assert_eq!(found(look(1, a).await), Ok(file));
@@ -51,14 +51,14 @@ async fn a_rename_that_another_mount_was_faster_with_begins_anew() {
             "the kernel would take both names for one file's"
         );
         // The kernel starts again from the directories.
-        vfs.lookup(thread(1), top, b"a").await.unwrap();
+        vfs.names.lookup(thread(1), top, b"a").await.unwrap();
         assert_eq!(found(look(1, a).await), Err(Code::NoEnt));
         assert_eq!(found(look(1, b).await), Ok(file));
     }
     // Both names of a file with two names are found.
-    let file = vfs.lookup(thread(1), top, b"third").await.unwrap().ino;
+    let file = vfs.names.lookup(thread(1), top, b"third").await.unwrap().ino;
     for (dir, name) in [(b, &b"2"[..]), (top, b"third"), (b, b"2")] {
-        assert_eq!(vfs.lookup(thread(1), dir, name).await.unwrap().ino, file);
+        assert_eq!(vfs.names.lookup(thread(1), dir, name).await.unwrap().ino, file);
     }
     // A plain lookup succeeds when the kernel starts again. Before that, the kernel asks twice if
     // it already had an entry for the name.
@@ -66,21 +66,22 @@ async fn a_rename_that_another_mount_was_faster_with_begins_anew() {
     for (dir, name, times) in [(a, &b"2"[..], 2), (top, b"fresh", 1), (b, b"fresh", 1)] {
         other.rename(&me, former, (dir, name), 0).await.unwrap();
         for _ in 0..times {
-            assert_eq!(vfs.lookup(thread(1), dir, name).await.unwrap_err().code, Code::Stale);
+            assert_eq!(vfs.names.lookup(thread(1), dir, name).await.unwrap_err().code, Code::Stale);
         }
-        assert_eq!(vfs.lookup(thread(1), dir, name).await.unwrap().ino, file);
+        assert_eq!(vfs.names.lookup(thread(1), dir, name).await.unwrap().ino, file);
         former = (dir, name);
     }
 }
 
 async fn names(vfs: &Vfs, handle: u64) -> Vec<String> {
     let mut names = Vec::new();
-    vfs.readdir(handle, 0, true, |e| {
-        names.push(String::from_utf8(e.name.clone()).unwrap());
-        true
-    })
-    .await
-    .unwrap();
+    vfs.dirs
+        .readdir(handle, 0, true, |e| {
+            names.push(String::from_utf8(e.name.clone()).unwrap());
+            true
+        })
+        .await
+        .unwrap();
     names
 }
 
@@ -90,22 +91,22 @@ async fn a_removed_directory_is_there_for_those_who_have_it() {
     let (me, top) = (Creds::default(), other.root());
     let code = |r: strake_proto::Result<()>| r.unwrap_err().code;
     for by_other in [true, false] {
-        let outer = vfs.mkdir(ROOT, top, b"outer", 0o755, 0).await.unwrap().ino;
-        vfs.mkdir(ROOT, outer, b"inner", 0o2750, 0).await.unwrap();
-        vfs.lookup(ROOT, top, b"outer").await.unwrap();
-        let inner = vfs.lookup(ROOT, outer, b"inner").await.unwrap().ino;
-        let open = vfs.opendir(ROOT, inner);
+        let outer = vfs.names.mkdir(ROOT, top, b"outer", 0o755, 0).await.unwrap().ino;
+        vfs.names.mkdir(ROOT, outer, b"inner", 0o2750, 0).await.unwrap();
+        vfs.names.lookup(ROOT, top, b"outer").await.unwrap();
+        let inner = vfs.names.lookup(ROOT, outer, b"inner").await.unwrap().ino;
+        let open = vfs.dirs.opendir(ROOT, inner);
         assert_eq!(names(&vfs, open).await, [".", ".."]);
         if by_other {
             other.rmdir(&me, outer, b"inner").await.unwrap();
             other.rmdir(&me, top, b"outer").await.unwrap();
         } else {
-            vfs.rmdir(ROOT, outer, b"inner").await.unwrap();
-            vfs.rmdir(ROOT, top, b"outer").await.unwrap();
+            vfs.names.rmdir(ROOT, outer, b"inner").await.unwrap();
+            vfs.names.rmdir(ROOT, top, b"outer").await.unwrap();
         }
         // The open directory, and the one that ".." leads to.
         for ino in [inner, outer] {
-            let attr = vfs.getattr(ino).await.unwrap().attr;
+            let attr = vfs.names.getattr(ino).await.unwrap().attr;
             assert_eq!(
                 (attr.ino, attr.nlink, attr.mode & libc::S_IFMT),
                 (ino, 0, libc::S_IFDIR),
@@ -119,53 +120,57 @@ async fn a_removed_directory_is_there_for_those_who_have_it() {
             atime: Some(Time::Now),
             ..Change::default()
         };
-        let set = vfs.setattr(ROOT, inner, change).await.unwrap();
-        let attr = vfs.getattr(inner).await.unwrap().attr;
+        let set = vfs.names.setattr(ROOT, inner, change).await.unwrap();
+        let attr = vfs.names.getattr(inner).await.unwrap().attr;
         assert_eq!(set, attr);
         assert_eq!((attr.mode & 0o7777, attr.uid, attr.mtime_ns, attr.nlink), (0o2711, 5, 77, 0));
         assert!(attr.atime_ns > 1 << 60 && attr.ctime_ns > 1 << 60);
         let set = vfs
+            .names
             .setattr(USER, inner, Change { mode: Some(0o2700), ..Change::default() })
             .await
             .unwrap();
         assert_eq!(set.mode & 0o7777, 0o700, "of a group that the caller is not in");
         assert_eq!(names(&vfs, open).await, [".", ".."]);
         assert_eq!(
-            vfs.getxattr(ROOT, inner, b"system.posix_acl_access").await.unwrap_err().code,
+            vfs.xattrs.get(ROOT, inner, b"system.posix_acl_access").await.unwrap_err().code,
             Code::NoData
         );
-        assert_eq!(vfs.listxattr(ROOT, inner).await.unwrap(), b"");
+        assert_eq!(vfs.xattrs.list(ROOT, inner).await.unwrap(), b"");
         // The directory is empty, and no name can be made in it.
-        assert_eq!(code(vfs.lookup(ROOT, inner, b"x").await.map(drop)), Code::NoEnt);
-        assert_eq!(code(vfs.mkdir(ROOT, inner, b"x", 0o755, 0).await.map(drop)), Code::NoEnt);
+        assert_eq!(code(vfs.names.lookup(ROOT, inner, b"x").await.map(drop)), Code::NoEnt);
+        assert_eq!(code(vfs.names.mkdir(ROOT, inner, b"x", 0o755, 0).await.map(drop)), Code::NoEnt);
         assert_eq!(
-            code(vfs.create(ROOT, inner, b"x", 0o644, 0, libc::O_RDWR).await.map(drop)),
+            code(vfs.files.create(ROOT, inner, b"x", 0o644, 0, libc::O_RDWR).await.map(drop)),
             Code::NoEnt
         );
         assert_eq!(
-            code(vfs.tmpfile(ROOT, inner, 0o644, 0, libc::O_RDWR).await.map(drop)),
+            code(vfs.files.tmpfile(ROOT, inner, 0o644, 0, libc::O_RDWR).await.map(drop)),
             Code::NoEnt
         );
-        assert_eq!(code(vfs.symlink(ROOT, inner, b"x", b"to").await.map(drop)), Code::NoEnt);
+        assert_eq!(code(vfs.names.symlink(ROOT, inner, b"x", b"to").await.map(drop)), Code::NoEnt);
         assert_eq!(
-            code(vfs.mknod(ROOT, inner, b"x", 0o100_644, 0, 0).await.map(drop)),
+            code(vfs.names.mknod(ROOT, inner, b"x", 0o100_644, 0, 0).await.map(drop)),
             Code::NoEnt
         );
-        assert_eq!(code(vfs.unlink(ROOT, inner, b"x").await), Code::NoEnt);
-        assert_eq!(code(vfs.rmdir(ROOT, inner, b"x").await), Code::NoEnt);
-        assert_eq!(code(vfs.rename(ROOT, (inner, b"x"), (top, b"x"), 0).await), Code::NoEnt);
-        let file = vfs.mknod(ROOT, top, b"file", 0o100_644, 0, 0).await.unwrap().ino;
-        assert_eq!(code(vfs.rename(ROOT, (top, b"file"), (inner, b"x"), 0).await), Code::NoEnt);
-        assert_eq!(code(vfs.link(ROOT, file, inner, b"x").await.map(drop)), Code::NoEnt);
-        vfs.unlink(ROOT, top, b"file").await.unwrap();
+        assert_eq!(code(vfs.names.unlink(ROOT, inner, b"x").await), Code::NoEnt);
+        assert_eq!(code(vfs.names.rmdir(ROOT, inner, b"x").await), Code::NoEnt);
+        assert_eq!(code(vfs.names.rename(ROOT, (inner, b"x"), (top, b"x"), 0).await), Code::NoEnt);
+        let file = vfs.names.mknod(ROOT, top, b"file", 0o100_644, 0, 0).await.unwrap().ino;
+        assert_eq!(
+            code(vfs.names.rename(ROOT, (top, b"file"), (inner, b"x"), 0).await),
+            Code::NoEnt
+        );
+        assert_eq!(code(vfs.names.link(ROOT, file, inner, b"x").await.map(drop)), Code::NoEnt);
+        vfs.names.unlink(ROOT, top, b"file").await.unwrap();
         // A lookup by its inode number does not find it any more.
-        assert_eq!(code(vfs.lookup(ROOT, inner, b".").await.map(drop)), Code::Stale);
+        assert_eq!(code(vfs.names.lookup(ROOT, inner, b".").await.map(drop)), Code::Stale);
         // If this mount's kernel has seen the removal, it asks only while a program uses the
         // directory. Otherwise it must walk the path again.
-        vfs.releasedir(open);
+        vfs.dirs.releasedir(open);
         for ino in [inner, outer] {
             assert_eq!(
-                vfs.getattr(ino).await.map(|s| s.attr.nlink).map_err(|e| e.code),
+                vfs.names.getattr(ino).await.map(|s| s.attr.nlink).map_err(|e| e.code),
                 match by_other {
                     true => Err(Code::Stale),
                     false => Ok(0),
@@ -174,11 +179,18 @@ async fn a_removed_directory_is_there_for_those_who_have_it() {
         }
     }
     let strange = Vfs::new(other.clone(), None);
-    let d = vfs.mkdir(ROOT, top, b"d", 0o755, 0).await.unwrap().ino;
-    strange.lookup(ROOT, top, b"d").await.unwrap();
-    vfs.rmdir(ROOT, top, b"d").await.unwrap();
-    assert_eq!(strange.getattr(d).await.unwrap_err().code, Code::Stale, "nobody there has it");
-    assert_eq!(code(strange.setattr(ROOT, d, Change::default()).await.map(drop)), Code::Stale);
+    let d = vfs.names.mkdir(ROOT, top, b"d", 0o755, 0).await.unwrap().ino;
+    strange.names.lookup(ROOT, top, b"d").await.unwrap();
+    vfs.names.rmdir(ROOT, top, b"d").await.unwrap();
+    assert_eq!(
+        strange.names.getattr(d).await.unwrap_err().code,
+        Code::Stale,
+        "nobody there has it"
+    );
+    assert_eq!(
+        code(strange.names.setattr(ROOT, d, Change::default()).await.map(drop)),
+        Code::Stale
+    );
 }
 
 #[tokio::test]
@@ -188,10 +200,10 @@ async fn a_program_may_be_run_by_those_who_may_not_read_it() {
     let open = |ino, flags| {
         let vfs = &vfs;
         async move {
-            let opened = vfs.open(USER, ino, flags).await.map_err(|e| e.code);
+            let opened = vfs.files.open(USER, ino, flags).await.map_err(|e| e.code);
             if let Ok(o) = opened {
-                vfs.read(o.handle, 0, 10).await.unwrap();
-                vfs.release(o.handle).await;
+                vfs.files.read(o.handle, 0, 10).await.unwrap();
+                vfs.files.release(o.handle).await;
             }
             opened.map(drop)
         }
@@ -222,13 +234,13 @@ async fn a_program_may_be_run_by_those_who_may_not_read_it() {
 async fn a_rename_leaves_a_whiteout() {
     let (vfs, other) = two().await;
     let top = other.root();
-    let file = vfs.mknod(ROOT, top, b"f", 0o100_644, 0, 0).await.unwrap().ino;
+    let file = vfs.names.mknod(ROOT, top, b"f", 0o100_644, 0, 0).await.unwrap().ino;
     for flags in [6, 7, 8, 3] {
-        let refused = vfs.rename(ROOT, (top, b"f"), (top, b"g"), flags).await;
+        let refused = vfs.names.rename(ROOT, (top, b"f"), (top, b"g"), flags).await;
         assert_eq!(refused.unwrap_err().code, Code::Inval, "{flags}");
     }
-    vfs.rename(ROOT, (top, b"f"), (top, b"g"), 4).await.unwrap();
-    assert_eq!(vfs.lookup(ROOT, top, b"g").await.unwrap().ino, file);
-    let left = vfs.lookup(ROOT, top, b"f").await.unwrap();
+    vfs.names.rename(ROOT, (top, b"f"), (top, b"g"), 4).await.unwrap();
+    assert_eq!(vfs.names.lookup(ROOT, top, b"g").await.unwrap().ino, file);
+    let left = vfs.names.lookup(ROOT, top, b"f").await.unwrap();
     assert_eq!((left.mode, left.rdev, left.nlink), (libc::S_IFCHR, 0, 1));
 }

@@ -99,7 +99,7 @@ impl Channel {
 
     /// Reads a request: its first [`WRITE_HEAD`] bytes go to `head`, the rest to `rest`, so that
     /// the data of a write lies at the start of an aligned buffer. `rest` has at least
-    /// [`super::MAX_REQUEST`] bytes.
+    /// [`crate::vfs::MAX_REQUEST`] bytes.
     pub fn receive(&self, head: &mut [u8; WRITE_HEAD], rest: &mut BufMut) -> io::Result<Received> {
         let mut parts = [IoSliceMut::new(head), IoSliceMut::new(rest)];
         match rustix::io::readv(&self.fd, &mut parts) {

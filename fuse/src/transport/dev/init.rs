@@ -4,6 +4,7 @@ use super::{
     abi::{self, fopen, init as flag},
     request::Init,
 };
+use crate::vfs::MAX_REQUEST;
 
 /// Flags that are used where the kernel offers them. The writeback cache is left out on purpose:
 /// with it the kernel would own size and mtime.
@@ -121,10 +122,10 @@ impl Agreed {
         }
         out.extend_from_slice(&MAX_BACKGROUND.to_ne_bytes());
         out.extend_from_slice(&CONGESTION.to_ne_bytes());
-        out.extend_from_slice(&super::MAX_REQUEST.to_ne_bytes());
+        out.extend_from_slice(&MAX_REQUEST.to_ne_bytes());
         // Time granularity: one nanosecond.
         out.extend_from_slice(&1u32.to_ne_bytes());
-        out.extend_from_slice(&((super::MAX_REQUEST / 4096) as u16).to_ne_bytes());
+        out.extend_from_slice(&((MAX_REQUEST / 4096) as u16).to_ne_bytes());
         out.extend_from_slice(&0u16.to_ne_bytes());
         out.extend_from_slice(&((self.flags >> 32) as u32).to_ne_bytes());
         out.resize(64, 0);

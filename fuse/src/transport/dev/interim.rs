@@ -15,16 +15,18 @@ use strake_fabric::BufMut;
 use strake_proto::ids::ROOT_INO;
 
 use super::{
-    MAX_REQUEST,
     abi::{self, WRITE_HEAD, op},
     channel::{Channel, Received},
     interrupts::is_dying,
+    kept::agreed_before,
     notify,
     reply::{self, Reply, Taken},
     request::{self, Body, Head},
-    serve::agreed_before,
 };
-use crate::{handover::HandoverMemory, vfs::Known};
+use crate::{
+    handover::HandoverMemory,
+    vfs::{Known, MAX_REQUEST},
+};
 
 /// A daemon that reaches its servers starts to serve long before this.
 const PATIENCE: Duration = Duration::from_secs(2);

@@ -6,7 +6,7 @@ use strake_fabric::Buf;
 use strake_proto::{Ino, pb};
 
 use super::abi;
-use crate::vfs::{Entry, Holder, Lock, LockType, Stat};
+use crate::vfs::{Entry, Holder, Lock, LockType, MAX_REQUEST, Stat};
 
 /// The answer to a request.
 #[derive(Debug)]
@@ -198,7 +198,7 @@ impl Time {
 }
 
 fn block_size(a: &pb::Attr) -> u32 {
-    if a.mode & libc::S_IFMT == libc::S_IFREG { super::MAX_REQUEST } else { 4096 }
+    if a.mode & libc::S_IFMT == libc::S_IFREG { MAX_REQUEST } else { 4096 }
 }
 
 /// The inode that a name in a directory refers to.

@@ -15,7 +15,6 @@ use strake_proto::{Code, Error, Result};
 use tokio::sync::watch;
 
 use super::{
-    MAX_REQUEST,
     abi::{self, WRITE_HEAD, init as flag, op},
     channel::{Channel, Door, Received},
     init::{self, Agreed, Outcome},
@@ -24,6 +23,7 @@ use super::{
     reply::Reply,
     request::{self, Body, Head, Init, Request},
 };
+use crate::vfs::MAX_REQUEST;
 
 /// A write of at least this length is passed on in the buffer into which it was read. A shorter one
 /// is copied, so that the rest of that buffer is not occupied while the write is kept.

@@ -9,10 +9,7 @@ use fuser::{
 use strake_proto::{Code, Error, Result};
 use tokio::sync::watch;
 
-use crate::{MountConfig, mountpoint, table};
-
-/// Largest read or write request: 256 pages of 4 KiB, the kernel's default limit.
-pub const MAX_REQUEST: u32 = 1 << 20;
+use crate::{config::MountConfig, mountpoint, table, vfs::MAX_REQUEST};
 
 /// Flags that are used where the kernel offers them. Left out on purpose:
 /// - the writeback cache: with it the kernel would own size and mtime;
@@ -59,7 +56,7 @@ pub fn negotiate(kernel: &mut KernelConfig) {
     let _ = kernel.set_congestion_threshold(96);
 }
 
-pub(crate) fn session_config(cfg: &MountConfig) -> Config {
+fn session_config(cfg: &MountConfig) -> Config {
     let mut c = Config::default();
     c.mount_options = vec![
         MountOption::FSName(cfg.fsname.clone()),

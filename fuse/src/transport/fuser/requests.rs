@@ -27,17 +27,18 @@ use strake_proto::{Error, Result, pb};
 use tokio::{runtime::Handle, sync::Semaphore};
 
 use super::{
-    kernel::{self, MAX_REQUEST},
+    session::{OPEN_FLAGS, negotiate},
     signals,
 };
 use crate::{
-    MountConfig,
-    vfs::{Caller, Change, Entry, Lock, LockKind, LockType, Place, Stat, Time, Vfs},
+    config::MountConfig,
+    vfs::{Caller, Change, Entry, Lock, LockKind, LockType, MAX_REQUEST, Place, Stat, Time, Vfs},
 };
 
 const GENERATION: Generation = Generation(0);
 
-pub(crate) struct Transport {
+/// The requests of a mount.
+pub(crate) struct Requests {
     shared: Arc<Shared>,
     runtime: Handle,
     room: Arc<Semaphore>,
@@ -53,10 +54,10 @@ struct Shared {
 /// an inode was known.
 const NOT_KEPT: Duration = Duration::ZERO;
 
-impl Transport {
-    pub(crate) fn new(vfs: Arc<Vfs>, cfg: &MountConfig, runtime: Handle) -> Transport {
+impl Requests {
+    pub(crate) fn new(vfs: Arc<Vfs>, cfg: &MountConfig, runtime: Handle) -> Requests {
         let pool = vfs.pool().clone();
-        Transport {
+        Requests {
             shared: Arc::new(Shared { vfs, pool }),
             runtime,
             room: Arc::new(Semaphore::new(cfg.max_requests.max(1))),
@@ -117,10 +118,24 @@ fn empty(result: Result<()>, reply: ReplyEmpty) {
 }
 
 fn data(parts: Vec<Buf>, pool: &Pool, reply: ReplyData) {
-    match Vfs::gather(parts, pool) {
+    match gather(parts, pool) {
         Some(whole) => reply.data(&whole),
         None => reply.data(&[]),
     }
+}
+
+/// One buffer of all parts: the only part itself, or a copy.
+fn gather(mut parts: Vec<Buf>, pool: &Pool) -> Option<Buf> {
+    if parts.len() < 2 {
+        return parts.pop();
+    }
+    let mut whole = pool.get_now(parts.iter().map(Buf::len).sum());
+    let mut at = 0;
+    for p in &parts {
+        whole[at..at + p.len()].copy_from_slice(p);
+        at += p.len();
+    }
+    Some(whole.freeze())
 }
 
 /// An xattr's value or its length, depending on `room`.
@@ -135,7 +150,7 @@ fn xattr(result: Result<impl AsRef<[u8]>>, room: u32, reply: ReplyXattr) {
 }
 
 fn errno(e: &Error) -> Errno {
-    Errno::from_i32(super::errno(e))
+    Errno::from_i32(crate::transport::errno(e))
 }
 
 fn caller(req: &Request) -> Caller<'static> {
@@ -201,19 +216,19 @@ fn file_attr(s: &Stat) -> FileAttr {
     }
 }
 
-impl Filesystem for Transport {
+impl Filesystem for Requests {
     fn init(&mut self, _: &Request, kernel: &mut KernelConfig) -> io::Result<()> {
-        kernel::negotiate(kernel);
+        negotiate(kernel);
         Ok(())
     }
 
     fn lookup(&self, req: &Request, parent: INodeNo, n: &OsStr, reply: ReplyEntry) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| entry(s.vfs.lookup(who, parent.0, &n).await, reply));
+        self.run(async move |s| entry(s.vfs.names.lookup(who, parent.0, &n).await, reply));
     }
 
     fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
-        self.run(async move |s| attr(s.vfs.getattr(ino.0).await, reply));
+        self.run(async move |s| attr(s.vfs.names.getattr(ino.0).await, reply));
     }
 
     fn setattr(
@@ -238,13 +253,13 @@ impl Filesystem for Transport {
         let (atime, mtime) = (atime.map(time), mtime.map(time));
         let change = Change { mode, uid, gid, size, atime, mtime, handle: fh.map(|h| h.0) };
         self.run(async move |s| {
-            attr(s.vfs.setattr(who, ino.0, change).await.map(Stat::from), reply)
+            attr(s.vfs.names.setattr(who, ino.0, change).await.map(Stat::from), reply)
         });
     }
 
     fn readlink(&self, req: &Request, ino: INodeNo, reply: ReplyData) {
         let who = caller(req);
-        self.run(async move |s| match s.vfs.readlink(who, ino.0).await {
+        self.run(async move |s| match s.vfs.names.readlink(who, ino.0).await {
             Ok(target) => reply.data(&target),
             Err(e) => reply.error(errno(&e)),
         });
@@ -262,7 +277,7 @@ impl Filesystem for Transport {
     ) {
         let (who, n) = (caller(req), name(n));
         self.run(async move |s| {
-            entry(s.vfs.mknod(who, parent.0, &n, mode, umask, rdev).await, reply)
+            entry(s.vfs.names.mknod(who, parent.0, &n, mode, umask, rdev).await, reply)
         });
     }
 
@@ -276,22 +291,26 @@ impl Filesystem for Transport {
         reply: ReplyEntry,
     ) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| entry(s.vfs.mkdir(who, parent.0, &n, mode, umask).await, reply));
+        self.run(async move |s| {
+            entry(s.vfs.names.mkdir(who, parent.0, &n, mode, umask).await, reply)
+        });
     }
 
     fn unlink(&self, req: &Request, parent: INodeNo, n: &OsStr, reply: ReplyEmpty) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| empty(s.vfs.unlink(who, parent.0, &n).await, reply));
+        self.run(async move |s| empty(s.vfs.names.unlink(who, parent.0, &n).await, reply));
     }
 
     fn rmdir(&self, req: &Request, parent: INodeNo, n: &OsStr, reply: ReplyEmpty) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| empty(s.vfs.rmdir(who, parent.0, &n).await, reply));
+        self.run(async move |s| empty(s.vfs.names.rmdir(who, parent.0, &n).await, reply));
     }
 
     fn symlink(&self, req: &Request, parent: INodeNo, n: &OsStr, target: &Path, reply: ReplyEntry) {
         let (who, n, target) = (caller(req), name(n), name(target.as_os_str()));
-        self.run(async move |s| entry(s.vfs.symlink(who, parent.0, &n, &target).await, reply));
+        self.run(async move |s| {
+            entry(s.vfs.names.symlink(who, parent.0, &n, &target).await, reply)
+        });
     }
 
     fn rename(
@@ -307,7 +326,10 @@ impl Filesystem for Transport {
         let (who, n, newname) = (caller(req), name(n), name(newname));
         self.run(async move |s| {
             empty(
-                s.vfs.rename(who, (parent.0, &n), (newparent.0, &newname), flags.bits()).await,
+                s.vfs
+                    .names
+                    .rename(who, (parent.0, &n), (newparent.0, &newname), flags.bits())
+                    .await,
                 reply,
             );
         });
@@ -322,13 +344,15 @@ impl Filesystem for Transport {
         reply: ReplyEntry,
     ) {
         let (who, newname) = (caller(req), name(newname));
-        self.run(async move |s| entry(s.vfs.link(who, ino.0, newparent.0, &newname).await, reply));
+        self.run(async move |s| {
+            entry(s.vfs.names.link(who, ino.0, newparent.0, &newname).await, reply)
+        });
     }
 
     fn open(&self, req: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let who = caller(req);
-        self.run(async move |s| match s.vfs.open(who, ino.0, flags.0).await {
-            Ok(o) => reply.opened(FileHandle(o.handle), kernel::OPEN_FLAGS),
+        self.run(async move |s| match s.vfs.files.open(who, ino.0, flags.0).await {
+            Ok(o) => reply.opened(FileHandle(o.handle), OPEN_FLAGS),
             Err(e) => reply.error(errno(&e)),
         });
     }
@@ -344,17 +368,19 @@ impl Filesystem for Transport {
         reply: ReplyCreate,
     ) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| match s.vfs.create(who, parent.0, &n, mode, umask, flags).await {
-            Ok((attr, o)) => {
-                reply.created(
-                    &NOT_KEPT,
-                    &file_attr(&attr.into()),
-                    GENERATION,
-                    FileHandle(o.handle),
-                    kernel::OPEN_FLAGS,
-                );
+        self.run(async move |s| {
+            match s.vfs.files.create(who, parent.0, &n, mode, umask, flags).await {
+                Ok((attr, o)) => {
+                    reply.created(
+                        &NOT_KEPT,
+                        &file_attr(&attr.into()),
+                        GENERATION,
+                        FileHandle(o.handle),
+                        OPEN_FLAGS,
+                    );
+                }
+                Err(e) => reply.error(errno(&e)),
             }
-            Err(e) => reply.error(errno(&e)),
         });
     }
 
@@ -373,12 +399,12 @@ impl Filesystem for Transport {
         // other thread.
         let ready = {
             let _tasks_go_there = self.runtime.enter();
-            self.shared.vfs.read_ready(fh.0, offset, size as usize)
+            self.shared.vfs.files.read_ready(fh.0, offset, size as usize)
         };
         if let Some(parts) = ready {
             return data(parts, &self.shared.pool, reply);
         }
-        self.run(async move |s| match s.vfs.read(fh.0, offset, size as usize).await {
+        self.run(async move |s| match s.vfs.files.read(fh.0, offset, size as usize).await {
             Ok(parts) => data(parts, &s.pool, reply),
             Err(e) => reply.error(errno(&e)),
         });
@@ -408,13 +434,13 @@ impl Filesystem for Transport {
         let strips = write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID);
         let who = caller(req);
         self.run(async move |s| {
-            if strips && let Err(e) = s.vfs.strip(who, fh.0).await {
+            if strips && let Err(e) = s.vfs.files.strip(who, fh.0).await {
                 return reply.error(errno(&e));
             }
             let len = data.len();
             let written = match from_mapping {
-                true => s.vfs.write_mapped(who, fh.0, offset, data, None).await.map(|()| len),
-                false => s.vfs.write(who, fh.0, place, data, ()).await,
+                true => s.vfs.files.write_mapped(who, fh.0, offset, data, None).await.map(|()| len),
+                false => s.vfs.files.write(who, fh.0, place, data, ()).await,
             };
             match written {
                 Ok(n) => reply.written(n as u32),
@@ -424,11 +450,11 @@ impl Filesystem for Transport {
     }
 
     fn flush(&self, _: &Request, _: INodeNo, fh: FileHandle, owner: LockOwner, reply: ReplyEmpty) {
-        let locks = self.shared.vfs.note_flush(fh.0, owner.0);
-        if locks.is_empty() && self.shared.vfs.flush_ready(fh.0) {
+        let locks = self.shared.vfs.files.note_flush(fh.0, owner.0);
+        if locks.is_empty() && self.shared.vfs.files.flush_ready(fh.0) {
             return reply.ok();
         }
-        self.run(async move |s| empty(s.vfs.finish_flush(fh.0, locks).await, reply));
+        self.run(async move |s| empty(s.vfs.files.finish_flush(fh.0, locks).await, reply));
     }
 
     fn release(
@@ -441,22 +467,22 @@ impl Filesystem for Transport {
         _: bool,
         reply: ReplyEmpty,
     ) {
-        let closed = self.shared.vfs.note_release(fh.0);
+        let closed = self.shared.vfs.files.note_release(fh.0);
         self.run(async move |s| {
             if let Some(closed) = closed {
-                s.vfs.finish_release(closed).await;
+                s.vfs.files.finish_release(closed).await;
             }
             reply.ok();
         });
     }
 
     fn fsync(&self, _: &Request, _: INodeNo, fh: FileHandle, _: bool, reply: ReplyEmpty) {
-        self.run(async move |s| empty(s.vfs.fsync(fh.0).await, reply));
+        self.run(async move |s| empty(s.vfs.files.fsync(fh.0).await, reply));
     }
 
     fn opendir(&self, req: &Request, ino: INodeNo, _: OpenFlags, reply: ReplyOpen) {
         let who = caller(req);
-        reply.opened(FileHandle(self.shared.vfs.opendir(who, ino.0)), FopenFlags::empty());
+        reply.opened(FileHandle(self.shared.vfs.dirs.opendir(who, ino.0)), FopenFlags::empty());
     }
 
     fn readdir(
@@ -476,7 +502,7 @@ impl Filesystem for Transport {
                     OsStr::from_bytes(&e.name),
                 )
             };
-            match s.vfs.readdir(fh.0, offset, false, take).await {
+            match s.vfs.dirs.readdir(fh.0, offset, false, take).await {
                 Ok(()) => reply.ok(),
                 Err(e) => reply.error(errno(&e)),
             }
@@ -505,7 +531,7 @@ impl Filesystem for Transport {
                     GENERATION,
                 )
             };
-            match s.vfs.readdir(fh.0, offset, true, take).await {
+            match s.vfs.dirs.readdir(fh.0, offset, true, take).await {
                 Ok(()) => reply.ok(),
                 Err(e) => reply.error(errno(&e)),
             }
@@ -513,7 +539,7 @@ impl Filesystem for Transport {
     }
 
     fn releasedir(&self, _: &Request, _: INodeNo, fh: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
-        self.shared.vfs.releasedir(fh.0);
+        self.shared.vfs.dirs.releasedir(fh.0);
         reply.ok();
     }
 
@@ -555,28 +581,30 @@ impl Filesystem for Transport {
     ) {
         let (who, n, value) = (caller(req), name(n), value.to_vec());
         self.run(async move |s| {
-            empty(s.vfs.setxattr(who, ino.0, &n, &value, flags as u32).await, reply)
+            empty(s.vfs.xattrs.set(who, ino.0, &n, &value, flags as u32).await, reply)
         });
     }
 
     fn getxattr(&self, req: &Request, ino: INodeNo, n: &OsStr, size: u32, reply: ReplyXattr) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| xattr(s.vfs.getxattr(who, ino.0, &n).await, size, reply));
+        self.run(async move |s| xattr(s.vfs.xattrs.get(who, ino.0, &n).await, size, reply));
     }
 
     fn listxattr(&self, req: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
         let who = caller(req);
-        self.run(async move |s| xattr(s.vfs.listxattr(who, ino.0).await, size, reply));
+        self.run(async move |s| xattr(s.vfs.xattrs.list(who, ino.0).await, size, reply));
     }
 
     fn removexattr(&self, req: &Request, ino: INodeNo, n: &OsStr, reply: ReplyEmpty) {
         let (who, n) = (caller(req), name(n));
-        self.run(async move |s| empty(s.vfs.removexattr(who, ino.0, &n).await, reply));
+        self.run(async move |s| empty(s.vfs.xattrs.remove(who, ino.0, &n).await, reply));
     }
 
     fn access(&self, req: &Request, ino: INodeNo, mask: AccessFlags, reply: ReplyEmpty) {
         let who = caller(req);
-        self.run(async move |s| empty(s.vfs.access(who, ino.0, mask.bits() as u32).await, reply));
+        self.run(async move |s| {
+            empty(s.vfs.names.access(who, ino.0, mask.bits() as u32).await, reply)
+        });
     }
 
     fn fallocate(
@@ -591,7 +619,7 @@ impl Filesystem for Transport {
     ) {
         let who = caller(req);
         self.run(async move |s| {
-            empty(s.vfs.fallocate(who, fh.0, (offset, len), mode, ()).await, reply)
+            empty(s.vfs.files.fallocate(who, fh.0, (offset, len), mode, ()).await, reply)
         });
     }
 
@@ -610,7 +638,7 @@ impl Filesystem for Transport {
         let Some(lock) = Self::lock(owner, start, end, typ, pid) else {
             return reply.error(Errno::EINVAL);
         };
-        self.run(async move |s| match s.vfs.getlk(fh.0, &lock).await {
+        self.run(async move |s| match s.vfs.locks.getlk(fh.0, &lock).await {
             Ok(None) => reply.locked(start, end, libc::F_UNLCK, 0),
             Ok(Some(h)) => {
                 let typ = if h.mode == LockType::LockWrite { libc::F_WRLCK } else { libc::F_RDLCK };
@@ -637,7 +665,8 @@ impl Filesystem for Transport {
             return reply.error(Errno::EINVAL);
         };
         if !sleep {
-            return self.run(async move |s| empty(s.vfs.setlk(fh.0, &lock, false).await, reply));
+            return self
+                .run(async move |s| empty(s.vfs.locks.setlk(fh.0, &lock, false).await, reply));
         }
         // This does not take one of the places that other requests share: hundreds of lock waiters
         // must not keep the holder from unlocking.
@@ -645,7 +674,7 @@ impl Filesystem for Transport {
         self.runtime.spawn(async move {
             tokio::select! {
                 biased;
-                r = vfs.setlk(fh.0, &lock, true) => empty(r, reply),
+                r = vfs.locks.setlk(fh.0, &lock, true) => empty(r, reply),
                 () = signals::sent_to(thread) => reply.error(Errno::EINTR),
             }
         });
@@ -660,7 +689,7 @@ impl Filesystem for Transport {
         whence: i32,
         reply: ReplyLseek,
     ) {
-        self.run(async move |s| match s.vfs.seek(fh.0, offset as u64, whence).await {
+        self.run(async move |s| match s.vfs.files.seek(fh.0, offset as u64, whence).await {
             Ok(at) => reply.offset(at as i64),
             Err(e) => reply.error(errno(&e)),
         });
