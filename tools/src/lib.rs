@@ -73,6 +73,7 @@ enum Command {
     /// Measure the file system, and beside it the limits of this machine.
     Bench(strake_bench::cluster::BenchArgs),
     /// The mount with which `bench` measures the limit of FUSE.
+    #[cfg(feature = "fuser")]
     #[command(hide = true)]
     MemoryMount(strake_bench::cluster::MemoryArgs),
     /// Compare metadata with stored chunks. With --repair: repair what differs.
@@ -125,6 +126,7 @@ pub fn main() -> ExitCode {
         Command::ClientKey(a) => client_key::run(&a),
         Command::Status(a) => status::status(&a),
         Command::Bench(a) => bench::bench(&a),
+        #[cfg(feature = "fuser")]
         Command::MemoryMount(a) => strake_bench::cluster::memory_mount(&a),
         Command::Fsck(a) => fsck::fsck(&a),
         Command::Scrub(a) => scrub::scrub(&a),

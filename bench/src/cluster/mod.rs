@@ -3,7 +3,9 @@
 
 mod limits;
 mod machine;
+#[cfg(feature = "fuser")]
 mod memory;
+#[cfg(feature = "fuser")]
 pub mod memory_fs;
 mod plans;
 mod report;
@@ -26,11 +28,14 @@ use std::{
 use clap::Args;
 use limits::Pattern;
 use machine::{Cost, Meter};
+#[cfg(feature = "fuser")]
 pub use memory::{MemoryArgs, serve as memory_mount};
 use plans::{
-    APPENDS, DEVICE_RANDOM, DEVICE_READ, DEVICE_WRITE, FUSE_RANDOM, FUSE_READ, FUSE_READ_4,
-    FUSE_WRITE, Plan, ROUND_TRIPS, SOCKET, SOCKET_WRITE, plans,
+    APPENDS, DEVICE_RANDOM, DEVICE_READ, DEVICE_WRITE, OF_FUSE, Plan, ROUND_TRIPS, SOCKET,
+    SOCKET_WRITE, plans,
 };
+#[cfg(feature = "fuser")]
+use plans::{FUSE_READ, FUSE_READ_4, FUSE_WRITE};
 use scale::{JOBS, MIB, Scale};
 use series::{Row, Series};
 use strake_proto::{Code, Error, Result};
@@ -59,7 +64,8 @@ pub struct BenchArgs {
     #[arg(long)]
     only: Option<String>,
     /// Measure the mount rows through the bench's own mounts with these transports, in turn in
-    /// every run: dev, fuser or dev,fuser. Without this option: through the cluster's mount.
+    /// every run: dev, fuser or dev,fuser (fuser in programs built with `--features fuser`).
+    /// Without this option: through the cluster's mount.
     #[arg(long, value_enum, value_delimiter = ',')]
     transports: Vec<Transport>,
     #[arg(long)]
@@ -81,6 +87,7 @@ pub fn run(args: &BenchArgs, cluster: &dyn Subject) -> Result<ExitCode> {
     if args.transports.iter().enumerate().any(|(i, t)| args.transports[..i].contains(t)) {
         return Err(Error::new(Code::Inval, "--transports: name each at most once"));
     }
+    args.transports.iter().try_for_each(|t| t.check())?;
     if args.transports.is_empty() {
         cluster_mount(cluster)?;
     }
@@ -130,18 +137,29 @@ pub fn run(args: &BenchArgs, cluster: &dyn Subject) -> Result<ExitCode> {
         fio: bench.fio_check(),
     };
     bench.clean()?;
-    if report.warm {
-        eprintln!(
-            "note: the kernel's caches could not be dropped (that needs root); reads may have \
-             been answered from memory"
-        );
-    }
+    notes(report.warm);
     if args.json {
         println!("{:#}", report.json());
     } else {
         print!("{}", report.text(args.markdown));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Says what the figures lack. `warm`: caches could not be dropped before reads.
+fn notes(warm: bool) {
+    if warm {
+        eprintln!(
+            "note: the kernel's caches could not be dropped (that needs root); reads may have \
+             been answered from memory"
+        );
+    }
+    if cfg!(not(feature = "fuser")) {
+        eprintln!(
+            "note: the limit of FUSE is not measured; that needs a program built with \
+             `--features fuser`"
+        );
+    }
 }
 
 /// Where the cluster is mounted.
@@ -211,15 +229,9 @@ impl Bench<'_> {
             };
             limits::uring(&self.scratch, p).map(|()| bytes as f64)
         };
-        let memory = |work: &dyn Fn(&Path) -> Result<f64>| {
-            through_mount::on_memory(&self.dir.join(MEMORY), bytes, work)
-        };
-        match name {
-            FUSE_READ => return memory(&|f| through_mount::read_parts(f, bytes, 1)),
-            FUSE_READ_4 => return memory(&|f| through_mount::read_parts(f, bytes, 4)),
-            FUSE_WRITE => return memory(&|f| through_mount::write_file(f, bytes)),
-            FUSE_RANDOM => return memory(&|f| through_mount::random_read(f, self.scale)),
-            _ => {}
+        #[cfg(feature = "fuser")]
+        if OF_FUSE.contains(&name) {
+            return self.fuse_limit(name);
         }
         let meter = Meter::start()?;
         let amount = match name {
@@ -240,11 +252,29 @@ impl Bench<'_> {
         Ok((amount, meter.stop()?))
     }
 
+    /// As [`Bench::limit`], for a limit of FUSE: the same work on a file of a mount of the same kind
+    /// that answers from memory.
+    #[cfg(feature = "fuser")]
+    fn fuse_limit(&self, name: &str) -> Result<(f64, Cost)> {
+        let bytes = self.scale.bytes;
+        let mount = memory::MemoryMount::start(&self.dir.join(MEMORY), bytes)?;
+        let (file, meter) = (mount.file(), Meter::start()?);
+        let amount = match name {
+            FUSE_READ => through_mount::read_parts(&file, bytes, 1),
+            FUSE_READ_4 => through_mount::read_parts(&file, bytes, 4),
+            FUSE_WRITE => through_mount::write_file(&file, bytes),
+            _ => through_mount::random_read(&file, self.scale),
+        };
+        Ok((amount?, meter.stop()?))
+    }
+
     fn run(&mut self, mut plan: Plan) -> Result<Row> {
         let (name, unit) = (plan.name, plan.unit);
         let new = |name| Series { name, ..Series::default() };
         let mut ours: Vec<Series> = (0..plan.ways.len()).map(|_| new(name)).collect();
-        let mut limits: Vec<Series> = plan.limits.iter().map(|name| new(*name)).collect();
+        let can = |name: &&&str| cfg!(feature = "fuser") || !OF_FUSE.contains(*name);
+        let mut limits: Vec<Series> =
+            plan.limits.iter().filter(can).map(|name| new(*name)).collect();
         for n in 0..self.runs {
             self.progress.say(format!("{name}: run {} of {}", n + 1, self.runs));
             let mut turns: Vec<_> = plan.ways.iter_mut().zip(&mut ours).collect();

@@ -24,6 +24,9 @@ pub const FUSE_RANDOM: &str = "FUSE from memory, 4 KiB random";
 pub const APPENDS: &str = "synced appends";
 pub const ROUND_TRIPS: &str = "socket round trips";
 
+/// The limits that need a mount which answers from memory. It uses the crate fuser.
+pub const OF_FUSE: [&str; 4] = [FUSE_READ, FUSE_READ_4, FUSE_WRITE, FUSE_RANDOM];
+
 /// Does the work and returns its amount, in bytes or operations.
 pub type Work<'a> = Box<dyn FnMut() -> Result<f64> + 'a>;
 

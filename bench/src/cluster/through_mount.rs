@@ -12,11 +12,7 @@ use std::{
 use strake_fabric::BufMut;
 use strake_proto::{Result, layout::splitmix64};
 
-use super::{
-    machine::{Cost, Meter},
-    memory::MemoryMount,
-    scale::{JOBS, MIB, Scale, in_threads, nth},
-};
+use super::scale::{JOBS, MIB, Scale, in_threads, nth};
 
 pub struct Mounted {
     dir: PathBuf,
@@ -146,17 +142,4 @@ pub fn read_parts(path: &Path, bytes: u64, readers: u64) -> Result<f64> {
         Ok(())
     })?;
     Ok((part * readers) as f64)
-}
-
-/// The same work on a file of a mount of the same kind that answers from memory. Returns its amount
-/// and cost.
-pub fn on_memory(
-    at: &Path,
-    bytes: u64,
-    work: impl Fn(&Path) -> Result<f64>,
-) -> Result<(f64, Cost)> {
-    let mount = MemoryMount::start(at, bytes)?;
-    let meter = Meter::start()?;
-    let done = work(&mount.file())?;
-    Ok((done, meter.stop()?))
 }

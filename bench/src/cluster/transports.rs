@@ -22,6 +22,15 @@ pub enum Transport {
 }
 
 impl Transport {
+    /// Whether this program has it; an error says what to do.
+    pub fn check(self) -> Result<()> {
+        match self {
+            Transport::Dev => strake_fuse::Transport::Dev,
+            Transport::Fuser => strake_fuse::Transport::Fuser,
+        }
+        .check()
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             Transport::Dev => "dev",

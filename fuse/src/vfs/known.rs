@@ -57,7 +57,8 @@ impl Known {
 
     /// The space of the file system, counted with the default layout of the mount's root.
     pub(super) async fn ask_space(&self, base: &Base) -> Result<pb::StatfsReply> {
-        let asking = base.client.space().statfs_in(&pb::Creds::default(), "", base.root.ino());
+        let nobody = pb::Creds::default();
+        let asking = base.client.space().statfs_in(&nobody, "", base.root.ino());
         self.or_last(&base.client, &self.space, asking).await
     }
 

@@ -154,7 +154,16 @@ impl Xattrs {
         match name {
             "fid" => return Ok(Fid::from_ino(ino).to_string().into_bytes().into()),
             "name" => {
-                return Ok(self.base.client.servers().map().map.fs_name.clone().into_bytes().into());
+                return Ok(self
+                    .base
+                    .client
+                    .servers()
+                    .map()
+                    .map
+                    .fs_name
+                    .clone()
+                    .into_bytes()
+                    .into());
             }
             "roads" => {
                 return Ok(self.base.client.servers().file_roads(ino).encode_to_vec().into());

@@ -71,6 +71,7 @@ async fn a_descriptor_tells_its_file() {
     tells(Transport::Dev).await;
 }
 
+#[cfg(feature = "fuser")]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_descriptor_tells_its_file_through_fuser() {
     tells(Transport::Fuser).await;

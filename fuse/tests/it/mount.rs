@@ -53,6 +53,7 @@ async fn programs_work_on_a_mount() {
     programs_work(Transport::Dev).await;
 }
 
+#[cfg(feature = "fuser")]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn programs_work_through_fuser() {
     programs_work(Transport::Fuser).await;

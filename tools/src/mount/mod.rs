@@ -24,7 +24,7 @@ use source::Source;
 use strake_client::{Client, FOREVER};
 use strake_fabric::{Endpoint, Fabric, Identity, Pool, Roads, Use, rdma};
 use strake_fuse::{
-    MountConfig,
+    MountConfig, Transport,
     supervisor::control::Asker,
     table::{self, Mounted},
 };
@@ -170,6 +170,7 @@ impl MountSection {
             );
             return Err(Error::new(Code::Inval, m));
         }
+        Transport::from(self.transport).check()?;
         client_config(&self.mds).map(drop)
     }
 
@@ -594,6 +595,16 @@ mod tests {
         assert_eq!(flags("", &["-o", "allow_dev,rw"]), MountFlags::NOSUID);
         assert_eq!(flags("suid,allow_dev", &[]), MountFlags::empty());
         assert_eq!(flags("allow_suid", &["-o", "nosuid"]), both);
+    }
+
+    #[test]
+    fn a_transport_that_is_not_in_the_program_is_refused() {
+        let words = ["mount", "h:1", "/m", "-o", "transport=fuser"];
+        let args = Only::try_parse_from(words).unwrap().args;
+        match load(&args, &asked(&args).unwrap()).unwrap().mount.check() {
+            Ok(()) => assert!(cfg!(feature = "fuser")),
+            Err(e) => assert!(e.message.contains("--features fuser"), "{e}"),
+        }
     }
 
     #[test]

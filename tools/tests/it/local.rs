@@ -337,6 +337,26 @@ const ROWS: [&str; 13] = [
     "client: unlink",
 ];
 
+/// `out`: what a bench of one run through both transports printed.
+fn both_transports_are_measured(out: &str) {
+    let v: serde_json::Value = serde_json::from_str(out).unwrap();
+    assert_eq!(v["transports"], serde_json::json!(["dev", "fuser"]));
+    assert_eq!(v["rows"].as_array().unwrap().len(), 7);
+    for r in v["rows"].as_array().unwrap() {
+        let (ours, other) = (&r["runs"], &r["others"][0]);
+        assert_eq!(other["name"], "fuser");
+        assert_eq!(
+            (ours.as_array().unwrap().len(), other["runs"].as_array().unwrap().len()),
+            (1, 1),
+            "{r:#}"
+        );
+        let ratio = ours[0].as_f64().unwrap() / other["runs"][0].as_f64().unwrap();
+        for told in [&other["ratio"]["median"], &other["ratio"]["interval"][0]] {
+            assert!((told.as_f64().unwrap() / ratio - 1.0).abs() < 1e-9, "{r:#}");
+        }
+    }
+}
+
 #[test]
 fn a_small_bench_measures_every_row_and_leaves_nothing() {
     if !Path::new("/dev/fuse").exists() {
@@ -356,7 +376,8 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
         c.dir.join("bench/memory").canonicalize().unwrap_or_else(|_| c.dir.join("bench/memory"));
     let is_mounted =
         || fs::read_to_string("/proc/self/mountinfo").unwrap().contains(own.to_str().unwrap());
-    for _ in 0..5 {
+    let kills = if cfg!(feature = "fuser") { 5 } else { 0 };
+    for _ in 0..kills {
         let mut killed = strake();
         killed.arg("bench").arg("--dir").arg(&c.dir).args([
             "--size-mib=64",
@@ -390,22 +411,10 @@ fn a_small_bench_measures_every_row_and_leaves_nothing() {
         assert_eq!(patterns, ["1 MiB write", "1 MiB read", "4 KiB random read"]);
     }
     refused(&bench(&["--transports=dev,dev"]), &["--transports", "once"]);
-    let out = ok(&bench(&[&small[..], &["--only=mount", "--transports=dev,fuser"]].concat()));
-    let v: serde_json::Value = serde_json::from_str(&out).unwrap();
-    assert_eq!(v["transports"], serde_json::json!(["dev", "fuser"]));
-    assert_eq!(v["rows"].as_array().unwrap().len(), 7);
-    for r in v["rows"].as_array().unwrap() {
-        let (ours, other) = (&r["runs"], &r["others"][0]);
-        assert_eq!(other["name"], "fuser");
-        assert_eq!(
-            (ours.as_array().unwrap().len(), other["runs"].as_array().unwrap().len()),
-            (1, 1),
-            "{r:#}"
-        );
-        let ratio = ours[0].as_f64().unwrap() / other["runs"][0].as_f64().unwrap();
-        for told in [&other["ratio"]["median"], &other["ratio"]["interval"][0]] {
-            assert!((told.as_f64().unwrap() / ratio - 1.0).abs() < 1e-9, "{r:#}");
-        }
+    let beside = bench(&[&small[..], &["--only=mount", "--transports=dev,fuser"]].concat());
+    match cfg!(feature = "fuser") {
+        true => both_transports_are_measured(&ok(&beside)),
+        false => refused(&beside, &["'fuser'", "--features fuser"]),
     }
     assert!(!fs::read_to_string("/proc/self/mountinfo").unwrap().contains(c.dir.to_str().unwrap()));
     assert_eq!(fs::read_dir(c.at("m")).unwrap().count(), 0);

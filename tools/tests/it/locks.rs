@@ -107,6 +107,7 @@ fn programs_lock_files_between_mounts() {
     programs(&c.at("a"), &b, &["flock"]);
 }
 
+#[cfg(feature = "fuser")]
 #[test]
 fn programs_lock_files_between_mounts_through_fuser() {
     let Some(mut c) = Cluster::new(1) else { return };
