@@ -7,6 +7,9 @@
 //! the kernel's [`table`] of mounts, and the memory that outlives a daemon (`handover`).
 //! `docs/fuse.md` says what the kernel may cache, what is local to one mount and what does not work.
 
+#![warn(missing_docs)]
+#![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
+
 mod config;
 #[doc(hidden)]
 pub mod fuzzing;

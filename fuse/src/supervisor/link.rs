@@ -24,11 +24,16 @@ const LONGEST: usize = 2048;
 /// The messages.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Message {
-    /// To the first daemon, with the handover memory: connect. `dead`: uuids of clients that are
-    /// certainly gone.
-    Connect { dead: Vec<[u8; 16]> },
-    /// From the daemon: connected to the file system of this name.
-    Connected { name: String },
+    /// To the first daemon, with the handover memory: connect.
+    Connect {
+        /// The uuids of clients that are certainly gone.
+        dead: Vec<[u8; 16]>,
+    },
+    /// From the daemon: connected.
+    Connected {
+        /// The file system's name.
+        name: String,
+    },
     /// To the first daemon, with the mount's descriptors: mounted, start serving.
     Mounted,
     /// To every later daemon, with the handover memory and the descriptors.
