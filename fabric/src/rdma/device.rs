@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    ffi::{CStr, c_int},
+    ffi::c_int,
     os::fd::{AsRawFd, BorrowedFd},
     ptr::null_mut,
     sync::{
@@ -15,19 +15,24 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 
 use super::{
+    limits::{DEPTH, MESSAGE},
     locked::{Budget, Had, Locked, What},
-    queue::{DEPTH, Queue},
+    probe::{look_at, name_of},
+    registered::Registered,
     stage::Stage,
-    verbs::{self, Context, DeviceAttr, Lib, Mr, Pd, RecvWr, Sge, Srq, SrqInitAttr, os_error},
+    verbs::{self, Context, Lib, Pd, RecvWr, Sge, Srq, SrqInitAttr, os_error},
 };
 use crate::{Buf, BufMut, Foreign, Pool, REGION, Region, buf::ALIGN};
 
-/// Maximum length of a message, and size of a receive buffer, in bytes.
-pub const MESSAGE: usize = 4096;
 /// Bit of a completion's id that marks a receive buffer.
 pub const RECV: u64 = 1 << 63;
-/// Minimum number of receive buffers of a device.
-pub const FEWEST: u32 = 16;
+
+/// The queue pair of a connection, as its device sees it.
+pub trait QueuePair: Send + Sync {
+    /// Destroys it. From then on the device touches none of its memory. The device holds its own
+    /// lock during the call.
+    fn destroy(&self);
+}
 
 pub struct Device {
     pub lib: &'static Lib,
@@ -53,7 +58,7 @@ pub struct Device {
     /// A key of this protection domain could not be invalidated.
     spoilt: Arc<AtomicBool>,
     /// The connections of this protection domain, including some that are gone.
-    queues: Mutex<Vec<Weak<Queue>>>,
+    queues: Mutex<Vec<Weak<dyn QueuePair>>>,
     /// For tests: as if no destination of a fetch could be registered.
     #[cfg(test)]
     pub starved: AtomicBool,
@@ -76,48 +81,6 @@ unsafe impl Send for Device {}
 // SAFETY: as above; the libraries lock for themselves.
 unsafe impl Sync for Device {}
 
-/// Memory that the device may reach.
-pub struct Registered {
-    lib: &'static Lib,
-    pub mr: *mut Mr,
-    /// `None`: it is not memory of this process.
-    _locked: Option<Locked>,
-    /// [`Device::spoilt`], for memory that peers reach by this registration's own key. `None`: it
-    /// is for local use, and peers can do nothing with its key.
-    open: Option<Arc<AtomicBool>>,
-}
-
-// SAFETY: as for `Device`.
-unsafe impl Send for Registered {}
-// SAFETY: as for `Device`.
-unsafe impl Sync for Registered {}
-
-impl Registered {
-    pub fn lkey(&self) -> u32 {
-        // SAFETY: a registration is valid until it is dropped.
-        unsafe { (*self.mr).lkey }
-    }
-
-    /// The key of memory that was registered with remote rights of its own.
-    pub fn rkey(&self) -> u32 {
-        // SAFETY: as above.
-        unsafe { (*self.mr).rkey }
-    }
-}
-
-impl Drop for Registered {
-    fn drop(&mut self) {
-        // SAFETY: made by `ibv_reg_mr` or `ibv_reg_dmabuf_mr`, and this is its only owner.
-        let rc = unsafe { (self.lib.ibv_dereg_mr)(self.mr) };
-        if rc != 0 {
-            tracing::error!("memory stays registered: {}", std::io::Error::from_raw_os_error(rc));
-            if let Some(spoilt) = &self.open {
-                spoilt.store(true, SeqCst);
-            }
-        }
-    }
-}
-
 /// The error when bytes of a dma-buf cannot be registered. Whatever the kernel or a driver reports,
 /// it means that they cannot be lent, so that callers can work without lending.
 fn no_dma_buf(name: &str, len: usize, e: &std::io::Error) -> Error {
@@ -131,59 +94,6 @@ fn no_dma_buf(name: &str, len: usize, e: &std::io::Error) -> Error {
             format!("device {name}: {len} bytes of a dma-buf cannot be registered: {e}"),
         ),
     }
-}
-
-/// The name of a device's context.
-pub fn name_of(lib: &Lib, ctx: *mut Context) -> String {
-    // SAFETY: an open context names its device, whose name is NUL-terminated.
-    unsafe { CStr::from_ptr((lib.ibv_get_device_name)((*ctx).device)) }
-        .to_string_lossy()
-        .into_owned()
-}
-
-/// Limits of a device. The error is a text that says why the device cannot be used.
-pub fn look_at(lib: &Lib, ctx: *mut Context) -> Result<DeviceAttr> {
-    let name = name_of(lib, ctx);
-    // SAFETY: an open context has a device.
-    if unsafe { (*(*ctx).device).transport_type } == verbs::TRANSPORT_IWARP {
-        return Err(verbs::missing(format!(
-            "device {name} is an iWARP device, which cannot send immediate data; use InfiniBand \
-             or RoCE"
-        )));
-    }
-    // SAFETY: all zeros are a value of this plain struct, which is filled for an open context.
-    let attr = unsafe {
-        let mut attr: DeviceAttr = std::mem::zeroed();
-        match (lib.ibv_query_device)(ctx, &raw mut attr) {
-            0 => attr,
-            rc => {
-                return Err(Error::from(std::io::Error::from_raw_os_error(rc))
-                    .context(format!("device {name}")));
-            }
-        }
-    };
-    // SAFETY: an open context.
-    let windows = unsafe { (*ctx).ops.alloc_mw.is_some() && (*ctx).ops.dealloc_mw.is_some() };
-    if !windows || attr.device_cap_flags & verbs::CAP_MW_2B == 0 || attr.max_mw == 0 {
-        return Err(verbs::missing(format!(
-            "device {name} has no memory windows of type 2B, so lent memory would not be bounded; \
-             use another device"
-        )));
-    }
-    if attr.max_srq_wr < FEWEST as c_int {
-        return Err(verbs::missing(format!(
-            "device {name} has no shared receive queues; use another device"
-        )));
-    }
-    if attr.max_cqe < DEPTH as c_int + FEWEST as c_int {
-        return Err(verbs::missing(format!(
-            "device {name} has completion queues of at most {} entries, but {} are needed; use \
-             another device",
-            attr.max_cqe,
-            DEPTH as u32 + FEWEST
-        )));
-    }
-    Ok(attr)
 }
 
 impl Device {
@@ -253,10 +163,10 @@ impl Device {
     }
 
     /// Adds a connection that is up. It ends at once if the device is spoilt.
-    pub fn enter(&self, q: &Arc<Queue>) {
+    pub fn enter(&self, q: Arc<dyn QueuePair>) {
         let mut all = self.queues.lock();
         all.retain(|q| q.strong_count() > 0);
-        all.push(Arc::downgrade(q));
+        all.push(Arc::downgrade(&q));
         drop(all);
         self.end_if_spoilt();
     }
@@ -272,7 +182,7 @@ impl Device {
         }
         // Held until the end, so that concurrent callers wait until all are destroyed, too.
         let mut all = self.queues.lock();
-        let left: Vec<Arc<Queue>> =
+        let left: Vec<Arc<dyn QueuePair>> =
             std::mem::take(&mut *all).iter().filter_map(Weak::upgrade).collect();
         if !left.is_empty() {
             tracing::error!(

@@ -8,31 +8,19 @@ use strake_proto::{Code, Error, Result, frame};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::{
-    device::Registered,
+    loans::Lent,
     queue::{Held, Op, Queue, State, Wr, new_wr},
+    registered::Registered,
     stage::cut,
     verbs::{self, Mw, SendWr, Sge, op, os_error},
 };
 use crate::{
-    Buf, BufMut, Foreign, Lend, REGION,
+    Buf, BufMut, Lend, REGION,
     conn::{
         Bulk, Loan,
         bulk::{MAX_PARTS, Regions, no_memory},
     },
 };
-
-/// Memory that the other end may reach through windows. Registrations come first: they must be
-/// dropped before the memory.
-pub struct Lent {
-    _mrs: Vec<Arc<Registered>>,
-    _payload: Vec<Buf>,
-    room: Option<BufMut>,
-    _foreign: Option<Foreign>,
-    windows: Vec<*mut Mw>,
-}
-
-// SAFETY: windows are only used through the queue, under its lock.
-unsafe impl Send for Lent {}
 
 /// A part of a payload, and its registration.
 struct Part {
@@ -95,9 +83,9 @@ impl Queue {
     /// Allocates as many spare windows as will be bound. After this, only the end of the connection
     /// can make binding fail.
     fn windows(&self, s: &mut State, n: usize) -> Result<()> {
-        while s.spare.len() < n {
+        while s.loans.spare.len() < n {
             let w = self.new_window(s)?;
-            s.spare.push(w);
+            s.loans.spare.push(w);
         }
         Ok(())
     }
@@ -115,7 +103,7 @@ impl Queue {
         if w.is_null() {
             return Err(os_error(&format!("device {}: a memory window", self.device.name)));
         }
-        s.windows.push(w);
+        s.loans.windows.push(w);
         Ok(w)
     }
 
@@ -129,6 +117,7 @@ impl Queue {
         access: u32,
     ) -> Result<(*mut Mw, frame::Region)> {
         let w = s
+            .loans
             .spare
             .pop()
             .ok_or_else(|| Error::new(Code::Io, "a memory window that was not made"))?;
@@ -237,12 +226,10 @@ impl Bulk for Queue {
         let bound = bound();
         let (payload, mut mrs): (Vec<_>, Vec<_>) = parts.into_iter().map(|p| (p.buf, p.mr)).unzip();
         mrs.extend(to_mr);
-        let id = s.next_loan;
-        s.next_loan += 1;
         // Also after an error: the connection is over then, and some windows are open until its
         // queue pair is gone.
-        s.loans
-            .insert(id, Lent { _mrs: mrs, _payload: payload, room: to, _foreign: None, windows });
+        let lent = Lent { _mrs: mrs, _payload: payload, room: to, _foreign: None, windows };
+        let id = s.loans.add(lent);
         bound.map(|()| Loan { id, regions })
     }
 
@@ -281,20 +268,13 @@ impl Bulk for Queue {
                 }
             };
             bound.map(|(windows, region)| {
-                let id = s.next_loan;
-                s.next_loan += 1;
-                let foreign = Some(memory.clone());
-                let mrs = vec![mr.clone()];
-                s.loans.insert(
-                    id,
-                    Lent {
-                        _mrs: mrs,
-                        _payload: Vec::new(),
-                        room: None,
-                        _foreign: foreign,
-                        windows,
-                    },
-                );
+                let id = s.loans.add(Lent {
+                    _mrs: vec![mr.clone()],
+                    _payload: Vec::new(),
+                    room: None,
+                    _foreign: Some(memory.clone()),
+                    windows,
+                });
                 (id, region)
             })
         };
@@ -316,18 +296,18 @@ impl Bulk for Queue {
     }
 
     fn revoke(&self, loan: u64) {
-        if self.state.lock().loans.contains_key(&loan) {
+        if self.state.lock().loans.get(loan).is_some() {
             self.end();
         }
     }
 
     async fn take_back(&self, loan: u64) -> Result<Option<BufMut>> {
-        let n = self.state.lock().loans.get(&loan).map_or(0, |l| l.windows.len());
+        let n = self.state.lock().loans.get(loan).map_or(0, |l| l.windows.len());
         let mut room = self.room(n).await?;
         let done = {
             let mut s = self.state.lock();
             let s = &mut *s;
-            let windows = s.loans.get(&loan).map(|l| l.windows.clone()).unwrap_or_default();
+            let windows = s.loans.get(loan).map(|l| l.windows.clone()).unwrap_or_default();
             let mut done = None;
             for (i, w) in windows.iter().enumerate() {
                 let mut wr = new_wr(op::LOCAL_INV);
@@ -351,8 +331,7 @@ impl Bulk for Queue {
             // The loans were dropped with the queue pair, and with them the bytes written there.
             return Err(self.gone(&s));
         }
-        let Some(mut lent) = s.loans.remove(&loan) else { return Ok(None) };
-        s.spare.extend(&lent.windows);
+        let Some(mut lent) = s.loans.end(loan) else { return Ok(None) };
         let room = lent.room.take();
         // Under the lock, as in `end`: whoever finds the loan gone can rely on its registration
         // being gone.

@@ -11,7 +11,7 @@ use std::sync::{
 use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result};
 
-use super::stage::PLACES;
+use super::{limits::PLACES, probe::probe};
 use crate::{REGION, buf::ALIGN};
 
 const UNLIMITED: u64 = u64::MAX;
@@ -216,7 +216,7 @@ fn is_exempt(status: &str, namespace: Option<&str>) -> bool {
 /// the limit allows none. Also reserves room for RDMA: the caller is going to use it.
 pub fn pool_limit(wanted: u64) -> Result<(u64, Option<String>)> {
     Budget::here().keep_for_rdma();
-    match Budget::here().pool(wanted, super::probe().map_or(1, |devices| devices.len())) {
+    match Budget::here().pool(wanted, probe().map_or(1, |devices| devices.len())) {
         (0, why) => {
             Err(Error::new(Code::NoMem, why.unwrap_or_else(|| "RDMA: no memory is wanted".into())))
         }

@@ -1,11 +1,12 @@
 //! Frames over RDMA: reliable connections set up by the RDMA connection manager, payloads moved
 //! one-sided. See `docs/rdma.md`.
 //!
-//! `verbs.rs` opens the libraries, `cm.rs` makes connections, `device.rs` holds what the
-//! connections of a device share, `locked.rs` limits how much memory is registered, `stage.rs`
-//! holds registered memory for payloads that cannot be registered themselves, `rails.rs` chooses
-//! the ports, `queue.rs` is one connection, `stream.rs` the stream of frames over it, `lend.rs` its
-//! payloads.
+//! `verbs.rs` opens the libraries, `probe.rs` finds the devices, `cm.rs` makes connections,
+//! `device.rs` holds what the connections of a device share, `registered.rs` is one registration,
+//! `locked.rs` limits how much memory is registered, `stage.rs` holds registered memory for
+//! payloads that cannot be registered themselves, `rails.rs` chooses the ports, `queue.rs` is one
+//! connection, `stream.rs` the stream of frames over it, `lend.rs` its payloads, `loans.rs` what it
+//! has lent.
 
 mod cm;
 mod device;
@@ -15,9 +16,15 @@ pub mod greeting;
 #[cfg(test)]
 mod key_tests;
 mod lend;
+mod limits;
+#[cfg(test)]
+mod link_tests;
+mod loans;
 mod locked;
+mod probe;
 mod queue;
 mod rails;
+mod registered;
 mod stage;
 mod stream;
 #[cfg(test)]
@@ -33,11 +40,13 @@ use std::{
 
 use async_trait::async_trait;
 use cm::{Event, Id};
-use device::{Device, FEWEST, MESSAGE};
+use device::Device;
 use greeting::Greeting;
+use limits::{FEWEST, MESSAGE};
 use locked::Budget;
 pub use locked::{Locked, for_ring, pool_limit, whole_pool};
 use parking_lot::Mutex;
+pub use probe::probe;
 use queue::{CREDITS, Queue};
 use rails::{Ledger, Path};
 use strake_proto::{Code, Error, Result};
@@ -67,44 +76,6 @@ const RETURN: Duration = Duration::from_secs(1);
 /// Setting up a connection takes a few messages of the connection manager, which repeats lost ones
 /// after seconds.
 const SETUP: Duration = Duration::from_secs(5);
-
-/// Names of the devices that can be used. An error is one sentence that says what is missing.
-pub fn probe() -> Result<Vec<String>> {
-    let lib = verbs::lib()?;
-    cm::see(lib)?;
-    let mut n = 0;
-    // SAFETY: a place for the count; the list is freed below, devices are closed before.
-    let list = unsafe { (lib.ibv_get_device_list)(&raw mut n) };
-    let (mut good, mut bad) = (Vec::new(), None);
-    for i in 0..if list.is_null() { 0 } else { n as usize } {
-        // SAFETY: within the list; an open device is closed once.
-        unsafe {
-            let ctx = (lib.ibv_open_device)(*list.add(i));
-            if ctx.is_null() {
-                bad = Some(verbs::os_error("a device cannot be opened"));
-                continue;
-            }
-            match device::look_at(lib, ctx) {
-                Ok(_) => good.push(device::name_of(lib, ctx)),
-                Err(e) => bad = Some(e),
-            }
-            (lib.ibv_close_device)(ctx);
-        }
-    }
-    if !list.is_null() {
-        // SAFETY: the list from above.
-        unsafe { (lib.ibv_free_device_list)(list) };
-    }
-    match (good.is_empty(), bad) {
-        (false, _) => Ok(good),
-        (true, Some(e)) => Err(e),
-        (true, None) => Err(verbs::missing(
-            "this machine has no RDMA device; load the driver of its network card and make sure \
-             that /dev/infiniband/uverbs* can be read and written"
-                .into(),
-        )),
-    }
-}
 
 /// The [`Fabric`] over RDMA. Clones share everything.
 #[derive(Clone)]
@@ -210,7 +181,7 @@ impl RdmaFabric {
     /// Starts the polling of a connection that is established, but not authenticated yet.
     fn up(&self, q: Queue) -> Arc<Queue> {
         let q = Arc::new(q);
-        q.device.enter(&q);
+        q.device.enter(q.clone());
         self.streams.env.spawn(q.clone().drive());
         q
     }

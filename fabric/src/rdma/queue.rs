@@ -6,12 +6,7 @@
 //! ([`Queue::end`]), whatever became of the callers.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
-    ffi::CStr,
-    os::fd::RawFd,
-    ptr::null_mut,
-    sync::Arc,
-    task::Waker,
+    collections::VecDeque, ffi::CStr, os::fd::RawFd, ptr::null_mut, sync::Arc, task::Waker,
     time::Duration,
 };
 
@@ -26,25 +21,17 @@ use tokio::{
 
 use super::{
     cm::{Id, non_blocking},
-    device::{Device, MESSAGE, RECV, Registered},
-    lend::Lent,
+    device::{Device, QueuePair, RECV},
+    limits::{DEPTH, MESSAGE, OPS, RETURNS, SENDS},
+    loans::Loans,
     rails::Taken,
-    verbs::{
-        self, CompChannel, Cq, Mw, QpInitAttr, SendWr, Sge, Wc, event, op, os_error, send_flag,
-    },
+    registered::Registered,
+    verbs::{self, CompChannel, Cq, QpInitAttr, SendWr, Sge, Wc, event, op, os_error, send_flag},
 };
 use crate::BufMut;
 
 /// Messages that the other end may have sent without being told that they were received.
 pub const CREDITS: u16 = 32;
-/// Maximum number of messages of the stream in flight.
-const SENDS: usize = 16;
-/// Maximum number of messages in flight that only return credits.
-const RETURNS: usize = 4;
-/// Maximum number of posted operations on payloads.
-const OPS: usize = 256;
-/// Maximum number of posted work requests of a queue pair.
-pub const DEPTH: usize = SENDS + RETURNS + 1 + OPS;
 /// How long to look for completions after the last one before sleeping.
 const SPIN: Duration = Duration::from_micros(50);
 /// After this long without a completion, probe the other end.
@@ -133,10 +120,7 @@ pub struct State {
     message: usize,
     sends: usize,
     returns: usize,
-    pub windows: Vec<*mut Mw>,
-    pub spare: Vec<*mut Mw>,
-    pub loans: BTreeMap<u64, Lent>,
-    pub next_loan: u64,
+    pub loans: Loans,
     reader: Option<Waker>,
     writer: Option<Waker>,
     /// Why nothing more can be sent or received.
@@ -151,9 +135,6 @@ pub struct State {
     /// The queue pair is destroyed.
     destroyed: bool,
 }
-
-// SAFETY: windows are only used through the queue, under this state's lock.
-unsafe impl Send for State {}
 
 impl State {
     /// Whether the next connection should prefer another path. Also true if this end gave up
@@ -648,43 +629,6 @@ impl Queue {
         self.device.end_if_spoilt();
     }
 
-    /// For [`Queue::end`], and for the device, which holds its own lock then.
-    pub fn destroy(&self) {
-        let mut s = self.state.lock();
-        if std::mem::replace(&mut s.destroyed, true) {
-            return;
-        }
-        s.ends();
-        self.stop(&mut s);
-        let lib = self.device.lib;
-        let mut wcs = [Wc::default(); BATCH];
-        if !self.qp.is_null() {
-            self.flush(&mut s, &mut wcs);
-        }
-        // SAFETY: id, windows and queue pair are valid and not used after this. First the windows:
-        // they are bound to it.
-        unsafe {
-            for w in s.windows.drain(..) {
-                if let Some(dealloc) = (*self.device.ctx).ops.dealloc_mw {
-                    dealloc(w);
-                }
-            }
-            if !self.qp.is_null() {
-                while self.poll_locked(&mut s, &mut wcs) > 0 {}
-                (lib.rdma_destroy_qp)(self.id.raw);
-            }
-        }
-        s.spare.clear();
-        if !self.cq.is_null() {
-            while self.poll_locked(&mut s, &mut wcs) > 0 {}
-        }
-        // Under the lock: a caller that finds a loan gone can be sure that its key is dead.
-        drop(std::mem::take(&mut s.loans));
-        let records = std::mem::take(&mut s.posted);
-        drop(s);
-        drop(records);
-    }
-
     /// Takes the completions of a stopped queue pair, and with them its receive buffers of the
     /// shared queue, for a short time: an abandoned call ends the queue pair at once, without
     /// [`Queue::empty`].
@@ -699,6 +643,44 @@ impl Queue {
                 std::thread::sleep(Duration::from_micros(20));
             }
         }
+    }
+}
+
+impl QueuePair for Queue {
+    fn destroy(&self) {
+        let mut s = self.state.lock();
+        if std::mem::replace(&mut s.destroyed, true) {
+            return;
+        }
+        s.ends();
+        self.stop(&mut s);
+        let lib = self.device.lib;
+        let mut wcs = [Wc::default(); BATCH];
+        if !self.qp.is_null() {
+            self.flush(&mut s, &mut wcs);
+        }
+        // SAFETY: id, windows and queue pair are valid and not used after this. First the windows:
+        // they are bound to it.
+        unsafe {
+            for w in s.loans.windows.drain(..) {
+                if let Some(dealloc) = (*self.device.ctx).ops.dealloc_mw {
+                    dealloc(w);
+                }
+            }
+            if !self.qp.is_null() {
+                while self.poll_locked(&mut s, &mut wcs) > 0 {}
+                (lib.rdma_destroy_qp)(self.id.raw);
+            }
+        }
+        s.loans.spare.clear();
+        if !self.cq.is_null() {
+            while self.poll_locked(&mut s, &mut wcs) > 0 {}
+        }
+        // Under the lock: a caller that finds a loan gone can be sure that its key is dead.
+        s.loans.end_all();
+        let records = std::mem::take(&mut s.posted);
+        drop(s);
+        drop(records);
     }
 }
 

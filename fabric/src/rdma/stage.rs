@@ -10,12 +10,8 @@ use parking_lot::Mutex;
 use strake_proto::{Code, Error, Result, frame};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::device::Registered;
+use super::{limits::PLACES, registered::Registered};
 use crate::{BufMut, Pool};
-
-/// Number of pieces that may be under way: a piece that waits for a vanished peer keeps its place
-/// for seconds.
-pub const PLACES: usize = 4;
 
 /// Made with its device, so that it exists when nothing more may be registered.
 pub struct Stage {
