@@ -6,7 +6,7 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
     },
     time::Duration,
 };
@@ -33,15 +33,40 @@ pub const PANICS: u16 = 0x73;
 /// transport covers with a checksum.
 pub const GENERATE: u16 = 0x74;
 
+/// A connection whose peer answers nothing: calls fail at once. It is open until it is closed.
+#[derive(Default)]
+pub struct Open(AtomicBool);
+
+#[async_trait]
+impl Connection for Open {
+    async fn call(&self, _: Message, _: Duration) -> Result<Message> {
+        Err(Error::new(Code::Disconnected, "nobody"))
+    }
+    fn is_closed(&self) -> bool {
+        self.0.load(SeqCst)
+    }
+    fn addr(&self) -> String {
+        "nowhere".into()
+    }
+    fn close(&self) {
+        self.0.store(true, SeqCst);
+    }
+}
+
 /// A service that echoes, and waits, fails or calls back when asked to.
 #[derive(Default)]
 pub struct TestService {
+    /// Requests that are being handled now.
     pub running: AtomicUsize,
+    /// Most requests that were handled at the same time.
     pub most_running: AtomicUsize,
+    /// Requests whose handling has ended.
     pub handled: AtomicUsize,
+    /// Peers that have gone.
     pub disconnected: AtomicUsize,
     /// Wakes tasks that watch the counters.
     pub changed: Notify,
+    /// The peer of each request, in order of arrival.
     pub peers: Mutex<Vec<Peer>>,
     gate: Gate,
 }

@@ -215,37 +215,16 @@ fn away(e: Error) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicBool;
-
-    use async_trait::async_trait;
     use futures_util::future::join_all;
-    use strake_fabric::Message;
+    use strake_fabric::conformance::Open;
     use tokio::time::sleep;
 
     use super::*;
 
     const LONG: Duration = Duration::from_secs(1);
 
-    struct Open(AtomicBool);
-
-    #[async_trait]
-    impl Connection for Open {
-        async fn call(&self, _: Message, _: Duration) -> Result<Message> {
-            Err(Error::new(Code::Disconnected, "nobody"))
-        }
-        fn is_closed(&self) -> bool {
-            self.0.load(Relaxed)
-        }
-        fn addr(&self) -> String {
-            "nowhere".into()
-        }
-        fn close(&self) {
-            self.0.store(true, Relaxed);
-        }
-    }
-
     fn made() -> Attempt<'static> {
-        Box::pin(async { Ok(Arc::new(Open(AtomicBool::new(false))) as Arc<dyn Connection>) })
+        Box::pin(async { Ok(Arc::new(Open::default()) as Arc<dyn Connection>) })
     }
 
     /// Attempts to connect, which take [`LONG`] and fail.

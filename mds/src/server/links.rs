@@ -38,11 +38,11 @@ impl Links {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use async_trait::async_trait;
     use futures_util::future::try_join_all;
-    use strake_fabric::{Endpoint, Listener, Message, Pool, Service};
+    use strake_fabric::{Endpoint, Listener, Pool, Service, conformance::Open};
     use strake_proto::{Code, Error};
     use tokio::time::Instant;
 
@@ -63,31 +63,13 @@ mod tests {
                 self.1.fetch_add(1, Ordering::Relaxed);
                 tokio::time::sleep(CONNECT_TIMEOUT * 2).await;
             }
-            Ok(Arc::new(Open(AtomicBool::new(false))))
+            Ok(Arc::new(Open::default()))
         }
         async fn listen(&self, _: &Endpoint, _: Arc<dyn Service>) -> Result<Listener> {
             Err(Error::new(Code::OpNotSupp, "nothing listens here"))
         }
         fn pool(&self) -> &Pool {
             &self.0
-        }
-    }
-
-    struct Open(AtomicBool);
-
-    #[async_trait]
-    impl Connection for Open {
-        async fn call(&self, _: Message, _: Duration) -> Result<Message> {
-            Err(Error::new(Code::Disconnected, "nobody"))
-        }
-        fn is_closed(&self) -> bool {
-            self.0.load(Ordering::Relaxed)
-        }
-        fn addr(&self) -> String {
-            "nowhere".into()
-        }
-        fn close(&self) {
-            self.0.store(true, Ordering::Relaxed);
         }
     }
 
