@@ -120,6 +120,7 @@ struct Shared {
 /// What a pool is doing; in bytes unless noted otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStats {
+    /// Most memory that [`Pool::get`] gives out.
     pub limit: u64,
     /// Capacity of the buffers in use. [`Pool::get_now`] may take it beyond the limit.
     pub used: u64,
@@ -234,6 +235,7 @@ impl Pool {
         self.shared.waiting.load(Relaxed) > 0
     }
 
+    /// What the pool is doing now.
     pub fn stats(&self) -> PoolStats {
         let s = &self.shared;
         PoolStats {
@@ -340,6 +342,7 @@ impl BufMut {
         BufMut::new(Block::new(capacity(len)), len, None)
     }
 
+    /// Makes the bytes read-only, so that they can be shared.
     pub fn freeze(self) -> Buf {
         let range = 0..self.len;
         Buf { owner: Owner::Pooled(Arc::new(self)), range }
@@ -404,9 +407,13 @@ impl DerefMut for BufMut {
 /// Location of a [`Buf`] in kept memory: its block, for [`Pool::take_kept`], and its range in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeptAt {
+    /// Position of the block in the kept memory, bytes.
     pub block: usize,
+    /// Length of the block, bytes.
     pub capacity: usize,
+    /// Where the bytes begin in the block.
     pub start: usize,
+    /// Number of bytes.
     pub len: usize,
 }
 
@@ -424,10 +431,12 @@ enum Owner {
 }
 
 impl Buf {
+    /// Number of bytes.
     pub fn len(&self) -> usize {
         self.range.len()
     }
 
+    /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
     }

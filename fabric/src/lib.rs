@@ -4,6 +4,7 @@
 //! directions; a [`Service`] answers them. TCP and RDMA are implementations, the simulator's
 //! network another. Bulk bytes travel in [`Buf`]s: aligned, pooled, shared by reference from socket
 //! to disk.
+#![warn(missing_docs)]
 #![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
 #[cfg(feature = "admin")]
@@ -52,9 +53,11 @@ pub enum Role {
 /// A request, or what a service answers to it.
 #[derive(Clone, Debug, Default)]
 pub struct Message {
+    /// What is asked for, see [`strake_proto::opcode`].
     pub opcode: u16,
     /// Copied to every request made on behalf of this one.
     pub trace: u64,
+    /// The encoded request or answer.
     pub body: Bytes,
     /// Bulk bytes in order. A received payload is one segment, from the receiver's pool.
     pub payload: Vec<Buf>,
@@ -77,14 +80,17 @@ pub struct Message {
 }
 
 impl Message {
+    /// A message without a payload.
     pub fn new(opcode: u16, body: impl Into<Bytes>) -> Message {
         Message { opcode, body: body.into(), ..Message::default() }
     }
+    /// Sets the bulk bytes.
     #[must_use]
     pub fn with_payload(mut self, payload: Vec<Buf>) -> Message {
         self.payload = payload;
         self
     }
+    /// Number of bulk bytes.
     pub fn payload_len(&self) -> usize {
         self.payload.iter().map(Buf::len).sum()
     }
@@ -93,6 +99,7 @@ impl Message {
 /// The other end of a connection, as a service sees it.
 #[derive(Clone)]
 pub struct Peer {
+    /// The role that it proved.
     pub role: Role,
     /// The address it connected from, for messages to people.
     pub addr: String,
@@ -124,6 +131,7 @@ pub trait Connection: Send + Sync + 'static {
     /// Dropping the future abandons the answer, never the connection. Errors of the transport:
     /// `Disconnected`, `TimedOut` (the request may have run), `Protocol`.
     async fn call(&self, request: Message, timeout: std::time::Duration) -> Result<Message>;
+    /// Whether no more calls can succeed.
     fn is_closed(&self) -> bool;
     /// Whether a request may lend foreign memory ([`Message::lend`]). When such a call has ended in
     /// any way, the peer can no longer reach the memory. To ensure this, a call that is abandoned
@@ -141,6 +149,7 @@ pub trait Connection: Send + Sync + 'static {
     fn close(&self);
 }
 
+/// A transport: connects to endpoints and listens at them.
 #[async_trait]
 pub trait Fabric: Send + Sync + 'static {
     /// Connects and completes the handshake. `back` answers requests that the peer sends over this
@@ -178,6 +187,7 @@ pub struct Listener {
 }
 
 impl Listener {
+    /// Dropping `stop` ends the listening.
     pub fn new(endpoint: Endpoint, stop: Box<dyn std::any::Any + Send + Sync>) -> Listener {
         Listener { endpoint, _stop: stop }
     }
@@ -191,9 +201,11 @@ impl Listener {
 /// from the cluster key ([`keyfile`]).
 #[derive(Clone)]
 pub struct Identity {
+    /// The role to prove.
     pub role: Role,
     /// Servers hold both keys, clients only the client key.
     pub server_key: Option<[u8; 32]>,
+    /// The key that clients prove to know.
     pub client_key: [u8; 32],
     /// Servers only: the key they sign with, by which clients recognize them.
     pub signing: Option<SigningKey>,
@@ -203,6 +215,7 @@ pub struct Identity {
 }
 
 impl Identity {
+    /// The identity of a server.
     pub fn server(cluster_key: &[u8; 32]) -> Identity {
         Identity {
             role: Role::Server,
@@ -212,6 +225,7 @@ impl Identity {
             servers: None,
         }
     }
+    /// The identity of a client.
     pub fn client(key: impl Into<ClientKey>) -> Identity {
         let ClientKey { key, servers } = key.into();
         Identity { role: Role::Client, server_key: None, client_key: key, signing: None, servers }

@@ -112,6 +112,7 @@ impl fmt::Debug for Region {
 
 /// A block's place: its region, and its position counted over all regions of the arena.
 pub struct Place {
+    /// The region, which this holds.
     pub region: Arc<Region>,
     at: usize,
 }
@@ -131,12 +132,14 @@ impl Place {
         self.region.kept.as_ref().map(|_| self.at)
     }
 
+    /// The address of the block.
     pub fn as_ptr(&self) -> NonNull<u8> {
         // SAFETY: the remainder is below the region's length.
         unsafe { self.region.ptr.add(self.at % REGION) }
     }
 }
 
+/// Divides regions into blocks, whose sizes are powers of two.
 #[derive(Default)]
 pub struct Arena {
     regions: Vec<Arc<Region>>,

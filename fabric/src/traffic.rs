@@ -132,8 +132,11 @@ impl Went {
 /// they went.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
+    /// Connections that are open.
     pub connections: u64,
+    /// Bytes sent.
     pub sent: u64,
+    /// Bytes received.
     pub received: u64,
 }
 

@@ -66,6 +66,7 @@ pub struct Regions {
 }
 
 impl Regions {
+    /// As they are sent: head and entries, with a checksum.
     pub fn encode(&self) -> Bytes {
         let all = self.payload.iter().chain(&self.room);
         let mut b = Vec::with_capacity(REGIONS_HEAD + ENTRY * (self.payload.len() + 1));
@@ -137,15 +138,19 @@ fn region(b: &[u8; ENTRY]) -> Result<Region> {
 /// Body of a ROOM request: the call whose reply needs memory, and how much.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AskRoom {
+    /// Id of the call.
     pub request_id: u64,
+    /// Length of the payload, bytes.
     pub len: u32,
 }
 
 impl AskRoom {
+    /// As it is sent.
     pub fn encode(&self) -> Bytes {
         [&self.request_id.to_le_bytes()[..], &self.len.to_le_bytes()].concat().into()
     }
 
+    /// Reads what [`AskRoom::encode`] made. `Protocol`: of another length, or of no bytes.
     pub fn decode(b: &[u8]) -> Result<AskRoom> {
         let bad = || Error::new(Code::Protocol, "a request with an empty reply region");
         let (id, len) = b.split_at_checked(8).ok_or_else(bad)?;

@@ -19,10 +19,15 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use crate::{Identity, Role};
 
+/// First bytes of hello and welcome.
 pub const MAGIC: [u8; 8] = *b"STRAKEHS";
+/// Length of a [`Hello`], bytes.
 pub const HELLO_LEN: usize = 64;
+/// Length of a [`Welcome`] without its text, bytes.
 pub const WELCOME_LEN: usize = 96;
+/// Length of the dialer's proof, bytes.
 pub const PROOF_LEN: usize = 40;
+/// Length of the listener's verdict on the proof, without its text, bytes.
 pub const VERDICT_LEN: usize = 8;
 /// Longest refusal text.
 const MAX_TEXT: usize = 1024;
@@ -30,6 +35,7 @@ const MAX_TEXT: usize = 1024;
 const DIALER: &[u8] = b"strake dialer v1";
 const LISTENER: &[u8] = b"strake listener v1";
 const SIGNATURE: &[u8] = b"strake signature v1";
+/// Length of a signature, bytes.
 pub const SIGNATURE_LEN: usize = 64;
 /// Flags of hello and welcome: the cluster id is known; a signature is asked for (hello) or follows
 /// (welcome).
@@ -39,14 +45,18 @@ const SIGNED: u8 = 2;
 /// What one end brings to the handshake.
 #[derive(Clone)]
 pub struct Party {
+    /// The keys it holds, and its role.
     pub identity: Identity,
+    /// Id of the cluster; `None`: it is not known yet, and any is accepted.
     pub cluster: Option<[u8; 16]>,
+    /// Random, for this handshake only.
     pub nonce: [u8; 32],
     /// Oldest and newest wire version it speaks.
     pub versions: (u16, u16),
 }
 
 impl Party {
+    /// A party that speaks the wire versions of this program.
     pub fn new(identity: Identity, cluster: Option<[u8; 16]>, nonce: [u8; 32]) -> Party {
         Party { identity, cluster, nonce, versions: (WIRE_VERSION_MIN, WIRE_VERSION) }
     }
@@ -62,6 +72,7 @@ impl Party {
 /// What both ends know afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Agreed {
+    /// Wire version of the connection.
     pub version: u16,
     /// The dialer's role.
     pub role: Role,
@@ -70,15 +81,20 @@ pub struct Agreed {
 /// The dialer's first message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
+    /// Oldest and newest wire version that the dialer speaks.
     pub versions: (u16, u16),
+    /// Role that it is going to prove.
     pub role: Role,
     /// Asks the listener to sign, if it can.
     pub signed: bool,
+    /// Id of the cluster, where the dialer knows it.
     pub cluster: Option<[u8; 16]>,
+    /// The dialer's random bytes.
     pub nonce: [u8; 32],
 }
 
 impl Hello {
+    /// As it is sent.
     pub fn encode(&self) -> [u8; HELLO_LEN] {
         let mut b = [0; HELLO_LEN];
         b[0..8].copy_from_slice(&MAGIC);
@@ -94,6 +110,7 @@ impl Hello {
         b
     }
 
+    /// Reads what [`Hello::encode`] made. `Protocol`: another protocol, or an unknown role.
     pub fn decode(b: &[u8; HELLO_LEN]) -> Result<Hello> {
         check_magic(b)?;
         let role = match b[12] {
@@ -119,18 +136,24 @@ impl Hello {
 /// The listener's answer. A refusal has `version` 0 and is followed by `text` bytes of explanation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Welcome {
+    /// Wire version of the connection.
     pub version: u16,
     /// 0, or the [`Code`] of a refusal.
     pub status: u16,
+    /// Length of the explanation of a refusal, bytes.
     pub text: u16,
     /// A signature follows the verdict.
     pub signed: bool,
+    /// Id of the cluster, where the listener knows it.
     pub cluster: Option<[u8; 16]>,
+    /// The listener's random bytes.
     pub nonce: [u8; 32],
+    /// Proof that the listener knows the key of the role.
     pub proof: [u8; 32],
 }
 
 impl Welcome {
+    /// As it is sent.
     pub fn encode(&self) -> [u8; WELCOME_LEN] {
         let mut b = [0; WELCOME_LEN];
         b[0..8].copy_from_slice(&MAGIC);
@@ -144,6 +167,7 @@ impl Welcome {
         b
     }
 
+    /// Reads what [`Welcome::encode`] made. `Protocol`: another protocol.
     pub fn decode(b: &[u8; WELCOME_LEN]) -> Result<Welcome> {
         check_magic(b)?;
         Ok(Welcome {

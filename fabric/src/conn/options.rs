@@ -11,7 +11,9 @@ pub struct Options {
     pub max_inflight_bytes: usize,
     /// Requests of one connection that are handled at the same time.
     pub max_handlers: usize,
+    /// How long to connect may take, to one address.
     pub connect_timeout: Duration,
+    /// How long the handshake may take, at both ends.
     pub handshake_timeout: Duration,
     /// Accepted connections whose handshake is not finished. As many as a thousand clients make
     /// when their leader dies: with fewer, connections are accepted so slowly that those at the end

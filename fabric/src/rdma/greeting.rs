@@ -3,7 +3,9 @@
 
 use strake_proto::{Code, Error, Result};
 
+/// First bytes of a greeting.
 pub const MAGIC: [u8; 8] = *b"STRAKERD";
+/// Length of a greeting, bytes.
 pub const GREETING_LEN: usize = 24;
 /// Version of the layer below the frames; the frames have their own version.
 const VERSION: u16 = 1;
@@ -20,6 +22,7 @@ pub struct Greeting {
 }
 
 impl Greeting {
+    /// As it is sent.
     pub fn encode(&self) -> [u8; GREETING_LEN] {
         let mut b = [0; GREETING_LEN];
         b[0..8].copy_from_slice(&MAGIC);
@@ -36,7 +39,9 @@ impl Greeting {
         b.iter().all(|b| *b == 0)
     }
 
-    /// Private data arrive padded with zeros to the length that the network reserves for them.
+    /// Reads what [`Greeting::encode`] made. Private data arrive padded with zeros to the length
+    /// that the network reserves for them. `Protocol`: another protocol or version, or limits with
+    /// which no frame can be sent.
     pub fn decode(b: &[u8]) -> Result<Greeting> {
         let other =
             || Error::new(Code::Protocol, "the other end does not speak StrakeFS over RDMA");
