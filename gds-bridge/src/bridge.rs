@@ -3,10 +3,9 @@
 use std::{
     fmt,
     future::ready,
-    path::{Path, PathBuf},
     sync::{
         Arc,
-        atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
+        atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::Instant,
 };
@@ -18,130 +17,38 @@ use strake_proto::{Code, Error, Result, checksum::BLOCK, layout::MAX_FILE_SIZE};
 use tokio::sync::Semaphore;
 
 use crate::{
-    ByTier, Direction, Failed, FileIo, Network, Numa, Policy, Report, Switch, Tier, Unavailable,
-    copier::{Call, Copier, Done, Flight, Work},
-    direct::{Place, Stop, Went},
+    ByTier, Direction, Failed, GpuMem, Network, Numa, Options, Policy, Report, Switch, Tier,
+    Transfer, Unavailable,
+    copier::{Done, Flight, Work},
+    engine::Engine,
+    fault::Fault,
     file::both,
+    hands::Hands,
     local::{Copies, Local},
-    mem::{Fault, GpuMem},
-    numa::Placing,
-    pins::{MIN_SLOT, Pins, Regions},
-    plan::{Measured, Run, Standing, choose},
+    pins::Regions,
+    plan::{Run, Standing, choose},
     rest::{Asked, Rests},
     selftest,
     tier_counters::TierCounters,
+    transfer::{Place, Stop, Went},
 };
-
-/// Where the kernel describes the machine.
-pub(crate) const SYSFS: &str = "/sys";
-
-/// Options of a bridge. The defaults are for one device.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Threads with a stream each, 1 to 64.
-    pub workers: usize,
-    /// Parts that each worker has under way, and its slots; 2 to 16.
-    pub slots: usize,
-    /// Largest part, bytes: a power of two from 256 KiB to 4 MiB.
-    pub slot_bytes: usize,
-    /// Limit of host memory that all bridges of the process have pinned when this one pins more, in
-    /// bytes; memory that several use counts once. `None`: half of `RLIMIT_MEMLOCK`, or 512 MiB for
-    /// this bridge alone where that is unlimited.
-    pub pinned_limit: Option<u64>,
-    /// Allows `GpuRdma` and `LocalGds` although the device does not verify their bytes: those are
-    /// only verified at the storage server, or when the copy was made.
-    pub accept_oss_checksum: bool,
-    /// The device computes checksums of what it received and sent, and these are compared with the
-    /// host's. This costs a part of the device's and the processor's time. Where the device cannot,
-    /// reports say so.
-    pub verify_on_gpu: bool,
-    /// The tiers that bytes may take, in addition to the policy of each call.
-    pub policy: Policy,
-    /// Folder with copies of sealed files on this node, for `LocalGds`.
-    pub local: Option<PathBuf>,
-    /// The program that opens cuFile before this process does: `strake`, by its path or name.
-    pub prober: PathBuf,
-    /// Where the kernel tells which memory and processors are near the device. A folder other than
-    /// `/sys` is for tests.
-    pub sysfs: PathBuf,
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        Options {
-            workers: 4,
-            slots: 3,
-            slot_bytes: REGION,
-            pinned_limit: None,
-            accept_oss_checksum: false,
-            verify_on_gpu: false,
-            policy: Policy::Prefer,
-            local: None,
-            prober: "strake".into(),
-            sysfs: SYSFS.into(),
-        }
-    }
-}
-
-impl Options {
-    fn check(&self) -> Result<()> {
-        let sizes = MIN_SLOT..=REGION;
-        let what = match self {
-            o if !(1..=64).contains(&o.workers) => "workers must be 1 to 64",
-            o if !(2..=16).contains(&o.slots) => "slots must be 2 to 16",
-            o if !sizes.contains(&o.slot_bytes) || !o.slot_bytes.is_power_of_two() => {
-                "slot_bytes must be a power of two from 256 KiB to 4 MiB"
-            }
-            _ => return Ok(()),
-        };
-        Err(Error::new(Code::Inval, what))
-    }
-}
-
-/// A range of a file, and where it lies in the device's memory.
-#[derive(Clone)]
-pub struct Transfer {
-    /// The file.
-    pub file: Arc<dyn FileIo>,
-    /// First byte in the file.
-    pub offset: u64,
-    /// First byte in the device's memory.
-    pub gpu: u64,
-    /// Bytes.
-    pub len: u64,
-}
 
 /// Moves bytes between files and one device. Clones are the same bridge. Must be dropped where it
 /// is allowed to block for a moment.
 #[derive(Clone)]
 pub struct Bridge(Arc<Inner>);
 
-pub(crate) struct Inner {
-    pub device: Arc<dyn GpuMem>,
-    pub network: Arc<dyn Network>,
-    pub workers: Vec<Copier>,
-    /// Largest part, bytes.
-    pub part: usize,
-    /// Why no memory is pinned.
-    pub unpinned: Option<Fault>,
+struct Inner {
+    engine: Engine,
     regions: Arc<Regions>,
     notice: Option<String>,
     numa: Numa,
-    pub consent: bool,
     policy: Policy,
     /// Whether the device verifies copied parts; otherwise the reason why not.
     sums: Result<(), String>,
-    /// Whether the device can compute checksums of its memory; otherwise the reason why not. Parts
-    /// on a direct path, which does not use host memory, are always verified by the device where it
-    /// can.
-    pub device_sums: Result<(), String>,
-    /// Reads copies on this node; `None`: no folder with copies was named.
-    pub local: Option<Local>,
     /// Limits the parts under way, over all calls.
     room: Semaphore,
     width: usize,
-    next: AtomicUsize,
-    standings: Mutex<ByTier<Standing>>,
     tier_counters: Arc<TierCounters>,
     rests: Rests,
     /// Held by a self-test: only one runs at a time.
@@ -198,24 +105,27 @@ impl Bridge {
             Err("it was not requested".into())
         };
         let local = open_local(&device, &options).await?;
-        let bridge = Bridge(Arc::new(Inner {
+        let engine = Engine {
             device,
             network,
             workers,
             part,
             unpinned,
+            consent: options.accept_oss_checksum,
+            device_sums,
+            local,
+            standings: Mutex::new(ByTier::new(|_| Standing::Unavailable(Unavailable::NotTested))),
+            next: Default::default(),
+        };
+        let bridge = Bridge(Arc::new(Inner {
+            engine,
             regions,
             notice,
             numa,
-            consent: options.accept_oss_checksum,
             policy: options.policy,
             sums,
-            device_sums,
-            local,
             room: Semaphore::new(width),
             width,
-            next: AtomicUsize::new(0),
-            standings: Mutex::new(ByTier::new(|_| Standing::Unavailable(Unavailable::NotTested))),
             tier_counters: Arc::default(),
             rests: Rests::new(),
             testing: tokio::sync::Mutex::default(),
@@ -235,10 +145,10 @@ impl Bridge {
         let _one = self.0.testing.lock().await;
         // The direct tiers are measured relative to the others, so they come last.
         for tier in Tier::ALL.into_iter().cycle().skip(2).take(Tier::ALL.len()) {
-            let standing = selftest::test(&self.0, tier).await;
-            self.0.standings.lock()[tier] = standing;
+            let standing = selftest::test(&self.0.engine, tier).await;
+            self.0.engine.standings.lock()[tier] = standing;
         }
-        let mut all = self.0.standings.lock();
+        let mut all = self.0.engine.standings.lock();
         // Both use the same path of the device, so a test does not tell which is faster: the better
         // tier comes first.
         if let (Standing::Available(_), Standing::Available(m)) =
@@ -252,7 +162,7 @@ impl Bridge {
 
     /// The current standing of each tier.
     pub fn standings(&self) -> ByTier<Standing> {
-        self.0.standings.lock().clone()
+        self.0.engine.standings.lock().clone()
     }
 
     /// Bytes of each file by tier, over all calls.
@@ -273,7 +183,7 @@ impl Bridge {
 
     /// Bytes of the largest part, which is the size of a slot.
     pub fn part_bytes(&self) -> usize {
-        self.0.part
+        self.0.engine.part
     }
 
     /// Bytes of the client's buffers that are pinned by now.
@@ -310,7 +220,7 @@ impl Bridge {
             Standing::Unavailable(_) => None,
         };
         all.iter().any(|(_, s)| lost(s))
-            || rdma.is_some_and(|had| had != self.0.network.no_rdma().is_none())
+            || rdma.is_some_and(|had| had != self.0.engine.network.no_rdma().is_none())
     }
 
     async fn call(
@@ -328,7 +238,7 @@ impl Bridge {
             let report = Box::new(Report::nothing(direction, policy, asked, all.len()));
             Failed { error, report }
         })?;
-        let copies = inner.copies(direction, all, policy).await;
+        let copies = inner.engine.copies(direction, all, policy).await;
         let mut run = inner.begin(asked, policy, direction, &copies);
         if let Err(e) = inner.check(direction, all) {
             run.refuse(e);
@@ -343,7 +253,7 @@ impl Bridge {
             unsummed: Mutex::default(),
         };
         if ongoing.run.lock().tier().is_some() {
-            let parts = Parts { all, size: inner.part as u64, range: 0, done: 0 };
+            let parts = Parts { all, size: inner.engine.part as u64, range: 0, done: 0 };
             let moves =
                 stream::iter(parts).map(|p| inner.part(&ongoing, p)).buffer_unordered(inner.width);
             moves.for_each(|()| ready(())).await;
@@ -398,7 +308,8 @@ impl Inner {
                     format!("{} bytes from {} on end beyond the largest file", t.len, t.offset),
                 ));
             }
-            self.device
+            self.engine
+                .device
                 .check(t.gpu, t.len)
                 .map_err(|f| Error::from(f).context(format!("range {i}")))?;
         }
@@ -467,10 +378,10 @@ impl Inner {
                 (Tier::GpuRdma, _) => {
                     let beside =
                         |tier, f: &Fault| call.run.lock().lost(tier, Unavailable::Lost(f.clone()));
-                    self.load_direct(&call.flight.0, p.place(call), &beside).await
+                    self.engine.load_direct(&call.flight.0, p.place(call), &beside).await
                 }
                 (Tier::LocalGds, Some(copy)) => {
-                    self.load_local(&call.flight.0, copy, p.place(call)).await
+                    self.engine.load_local(&call.flight.0, copy, p.place(call)).await
                 }
                 _ => match self.load_by_host(call, p).await? {
                     Some(moved) => return Ok(Some(moved)),
@@ -508,7 +419,7 @@ impl Inner {
             };
             let Some(tier) = tier else { return Ok(None) };
             let work = Work::Load { from: bufs.clone(), to: p.gpu, sum: self.sums.is_ok() };
-            match self.worker().copy(&call.flight.0, tier, work).await {
+            match self.engine.worker().copy(&call.flight.0, tier, work).await {
                 Ok(done) => return Ok(Some((tier, came, done))),
                 Err(f) => self.tier_failed(call, tier, p, f)?,
             }
@@ -520,7 +431,7 @@ impl Inner {
         loop {
             let Some(mut tier) = call.run.lock().tier() else { return Ok(None) };
             if tier == Tier::GpuRdma && p.offset.is_multiple_of(BLOCK as u64) {
-                match self.save_direct(&call.flight.0, p.place(call)).await {
+                match self.engine.save_direct(&call.flight.0, p.place(call)).await {
                     Ok(went) => return Ok(Some(direct_done(tier, went))),
                     Err(stop) => self.direct_failed(call, tier, p, stop)?,
                 }
@@ -530,9 +441,9 @@ impl Inner {
                 let run = call.run.lock();
                 tier = run.beside(tier).ok_or_else(|| unaligned(p.offset, run.lost_beside()))?;
             }
-            let into = self.network.pool().get(p.len).await?;
+            let into = self.engine.network.pool().get(p.len).await?;
             let work = Work::Save { from: p.gpu, into, sum: self.sums.is_ok() };
-            match self.worker().copy(&call.flight.0, tier, work).await {
+            match self.engine.worker().copy(&call.flight.0, tier, work).await {
                 Ok(mut done) => {
                     let Some(saved) = done.saved.take() else { continue };
                     let went = call.all[p.range].file.write(p.offset, saved.freeze()).await?;
@@ -550,11 +461,11 @@ impl Inner {
             Stop::Call(e) => Err(e),
             Stop::Tier(f) => self.tier_failed(call, tier, p, f),
             Stop::Want(f) | Stop::Once(f) => {
-                let f = self.device.check(p.gpu, p.len as u64).err().unwrap_or(f);
+                let f = self.engine.device.check(p.gpu, p.len as u64).err().unwrap_or(f);
                 if f.is_of_call() {
                     return Err(f.into());
                 }
-                tracing::warn!("{}: {tier} failed for a call: {f}", self.device.name());
+                tracing::warn!("{}: {tier} failed for a call: {f}", self.engine.device.name());
                 let why = if rests { Unavailable::Resting(f) } else { Unavailable::Lost(f) };
                 call.run.lock().lost(tier, why);
                 Ok(())
@@ -577,48 +488,23 @@ impl Inner {
         }
     }
 
-    /// Makes a tier unavailable until a self-test passes.
-    pub fn lose(&self, tier: Tier, why: &Fault) {
-        tracing::warn!("{}: {tier} failed: {why}", self.device.name());
-        self.standings.lock()[tier] = Standing::Unavailable(Unavailable::Lost(why.clone()));
-    }
-
-    pub fn is_available(&self, tier: Tier) -> bool {
-        matches!(self.standings.lock()[tier], Standing::Available(_))
-    }
-
     /// Notes that a tier failed for this call, so that another may continue. An error: none would
     /// help.
     fn tier_failed(&self, call: &Ongoing<'_>, tier: Tier, p: &Part, f: Fault) -> Result<()> {
         // A driver's error code does not tell that memory was freed in the meantime.
-        let f = self.device.check(p.gpu, p.len as u64).err().unwrap_or(f);
+        let f = self.engine.device.check(p.gpu, p.len as u64).err().unwrap_or(f);
         if f.is_of_call() {
             return Err(f.into());
         }
         // A self-test would not find this: it has one buffer for each worker.
         if let Fault::NotStraight { .. } = f {
-            tracing::warn!("{}: {tier} failed for a call: {f}", self.device.name());
+            tracing::warn!("{}: {tier} failed for a call: {f}", self.engine.device.name());
             call.run.lock().lost(tier, Unavailable::Resting(f));
         } else {
-            self.lose(tier, &f);
+            self.engine.lose(tier, &f);
             call.run.lock().lost(tier, Unavailable::Lost(f));
         }
         Ok(())
-    }
-
-    /// The standings for a direction: if the device computes no checksums, nothing is saved
-    /// directly from its memory.
-    pub fn standings_of(&self, direction: Direction) -> ByTier<Standing> {
-        let mut all = self.standings.lock().clone();
-        if let (Direction::Save, Standing::Available(_), Err(why)) =
-            (direction, &all[Tier::GpuRdma], &self.device_sums)
-        {
-            all[Tier::GpuRdma] = Standing::Unavailable(Unavailable::NoSums { why: why.clone() });
-        }
-        if let (Direction::Save, Standing::Available(_)) = (direction, &all[Tier::LocalGds]) {
-            all[Tier::LocalGds] = Standing::Unavailable(Unavailable::LoadsOnly);
-        }
-        all
     }
 
     /// The combined policy of the call, the bridge and the files.
@@ -637,7 +523,7 @@ impl Inner {
     /// Begins a call. The tier of copies on this node is unavailable to it if no file has a copy,
     /// or if a file without one may take no other tier.
     fn begin(&self, asked: u64, policy: Policy, direction: Direction, copies: &Copies) -> Run {
-        let (mut standings, consent) = (self.standings_of(direction), self.accepts());
+        let (mut standings, consent) = (self.engine.standings_of(direction), self.accepts());
         if let Some(why) = &copies.missing {
             let (able, _) = choose(policy, direction, &standings, consent);
             if copies.is_empty() || able.iter().all(|t| *t == Tier::LocalGds) {
@@ -658,94 +544,17 @@ impl Inner {
         run
     }
 
-    /// The folder for copies on this node.
-    pub fn folder(&self) -> Option<&Path> {
-        self.local.as_ref().map(Local::dir)
-    }
-
     /// Whether direct tiers may be used: the device verifies their bytes, or the caller accepts
     /// that it does not.
     fn accepts(&self) -> bool {
-        self.consent || self.device_sums.is_ok()
+        self.engine.consent || self.engine.device_sums.is_ok()
     }
 
     fn not_on_gpu(&self, report: &Report) -> Option<String> {
         let straight: u64 =
             report.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
         let direct = straight == report.asked && straight > 0;
-        if direct { self.device_sums.clone().err() } else { self.sums.clone().err() }
-    }
-
-    /// What the self-test of the bounce tier measured, or else that of the pageable tier.
-    pub fn bounce(&self) -> Option<Measured> {
-        let all = self.standings.lock();
-        [Tier::BounceTcp, Tier::Pageable].into_iter().find_map(|t| match &all[t] {
-            Standing::Available(m) => Some(*m),
-            Standing::Unavailable(_) => None,
-        })
-    }
-
-    /// The next worker in turn.
-    pub fn worker(&self) -> &Copier {
-        &self.workers[self.next.fetch_add(1, Relaxed) % self.workers.len()]
-    }
-
-    /// A copy by one worker, for self-tests.
-    pub async fn copy_by(
-        &self,
-        worker: usize,
-        call: &Arc<Call>,
-        tier: Tier,
-        work: Work,
-    ) -> Result<Option<strake_fabric::BufMut>, Fault> {
-        Ok(self.workers[worker].copy(call, tier, work).await?.saved)
-    }
-}
-
-/// The workers and memory of a bridge.
-struct Hands {
-    workers: Vec<Copier>,
-    /// Largest part, bytes.
-    part: usize,
-    /// Limit of parts under way.
-    width: usize,
-    regions: Arc<Regions>,
-    notice: Option<String>,
-    numa: Numa,
-    /// Why no memory is pinned.
-    unpinned: Option<Fault>,
-}
-
-impl Hands {
-    /// Pinned memory and threads, near the device if possible.
-    fn new(device: &Arc<dyn GpuMem>, options: &Options) -> Result<Hands> {
-        let shape = (options.workers, options.slots, options.slot_bytes);
-        let placing = Placing::of(&options.sysfs, device.pci());
-        let near: (_, &dyn Fn(*mut u8, usize)) =
-            (placing.moves_to(), &|start, len| placing.prepare(start, len));
-        let pins = Pins::new(device, shape, options.pinned_limit, near);
-        let (slots, part, regions, less, unpinned) = match pins {
-            Ok(p) => (p.slots, p.slot_bytes, p.regions, p.notice, None),
-            Err(e) => {
-                let none = (0..options.workers).map(|_| Vec::new()).collect();
-                (
-                    none,
-                    MIN_SLOT,
-                    Regions::none(device),
-                    Some(format!("nothing is pinned: {e}")),
-                    Some(e),
-                )
-            }
-        };
-        let width = slots.iter().map(|s| s.len().max(2)).sum();
-        let at: Vec<_> = slots.iter().flatten().map(|s| s.bytes().as_ptr()).collect();
-        let start = |slots| Copier::start(device.clone(), slots, regions.clone(), placing.cpus());
-        let started = slots.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-        let (workers, against): (Vec<_>, Vec<_>) = started.into_iter().unzip();
-        let (numa, unplaced) = placing.done(&at, &against);
-        let said: Vec<String> = less.into_iter().chain(unplaced).collect();
-        let notice = (!said.is_empty()).then(|| said.join("; "));
-        Ok(Hands { workers, part, width, regions, notice, numa, unpinned })
+        if direct { self.engine.device_sums.clone().err() } else { self.sums.clone().err() }
     }
 }
 
@@ -799,7 +608,7 @@ fn unaligned(offset: u64, lost: Option<String>) -> Error {
 impl fmt::Debug for Bridge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Bridge")
-            .field("device", &self.0.device.name())
+            .field("device", &self.0.engine.device.name())
             .field("standings", &self.standings())
             .finish()
     }

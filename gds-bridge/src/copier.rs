@@ -18,7 +18,8 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::{
     Tier,
-    mem::{Fault, GpuMem, Mark, Stream},
+    fault::Fault,
+    mem::{GpuMem, Mark, Stream},
     pins::{Regions, Slot},
 };
 

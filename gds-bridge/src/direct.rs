@@ -16,58 +16,17 @@ use strake_proto::{
 
 use crate::{
     FileIo, Tier, Unavailable,
-    bridge::Inner,
     copier::{Call, Flight, Work},
-    mem::Fault,
+    engine::Engine,
+    fault::Fault,
     plan::Measured,
-    selftest::{Scratch, pattern},
+    scratch::{Scratch, pattern},
+    transfer::{Place, Stop, Went, no_sums, wanting},
 };
 
 /// Maximum number of bytes that a storage server sends with its answer where it can write the lent
 /// memory.
 const WITH_ANSWER: u64 = 4096;
-
-/// Why a part could not take the direct path.
-pub enum Stop {
-    /// The tier failed: another one may work.
-    Tier(Fault),
-    /// As `Tier`, for this call: these servers or the device lack something of which others and
-    /// later calls may have enough.
-    Want(Fault),
-    /// As `Tier`, but later calls should still try the tier.
-    Once(Fault),
-    /// Every other path would fail, too.
-    Call(Error),
-}
-
-impl From<Fault> for Stop {
-    fn from(f: Fault) -> Stop {
-        if f.is_of_call() { Stop::Call(f.into()) } else { Stop::Tier(f) }
-    }
-}
-
-/// A part that took the direct path.
-#[derive(Clone, Debug, Default)]
-pub struct Went {
-    /// Its bytes by transport.
-    pub by: ByRoad,
-    /// Bytes that no storage server wrote, but that the device copied from a slot: zeros of holes,
-    /// and bytes that came with an answer.
-    pub staged: u64,
-    /// The device has computed the checksum of all of it.
-    pub summed: bool,
-    /// Why it has not, although it should.
-    pub unsummed: Option<Fault>,
-}
-
-/// A range of a file, and its destination in the device's memory.
-#[derive(Clone, Copy)]
-pub struct Place<'a> {
-    pub file: &'a dyn FileIo,
-    pub offset: u64,
-    pub gpu: u64,
-    pub len: u64,
-}
 
 /// Classifies an error of the network: if something is missing or may not be lent, the tier failed;
 /// otherwise the call failed.
@@ -95,16 +54,7 @@ fn sent_along(all: &[Arrived], len: u64) -> Option<Stop> {
 /// Called with each tier over host memory that failed.
 pub type Beside<'a> = dyn Fn(Tier, &Fault) + Sync + 'a;
 
-/// Classifies a fault in what the tier needs from others.
-pub fn wanting(f: Fault) -> Stop {
-    if f.is_of_call() { Stop::Call(f.into()) } else { Stop::Want(f) }
-}
-
-pub fn no_sums(f: Fault) -> Fault {
-    if f.is_of_call() { f } else { Fault::Sums { why: f.to_string() } }
-}
-
-impl Inner {
+impl Engine {
     /// Has the storage servers write a part into the device's memory. The checksums that they
     /// report are compared with those of the device, if it computes any; a part that differs is
     /// fetched once more. `beside` is told of a tier over host memory that failed to copy the rest.
@@ -213,11 +163,6 @@ impl Inner {
         Err(last)
     }
 
-    /// The tier by which the device copies in self-tests.
-    pub fn copies_as(&self) -> Tier {
-        if self.unpinned.is_none() { Tier::BounceTcp } else { Tier::Pageable }
-    }
-
     /// Compares the device's checksums of what the servers wrote. `false`: the device computes
     /// none.
     async fn verify_direct(
@@ -296,8 +241,8 @@ fn whole(sums: &[u32], len: u64) -> u32 {
 const PATIENCE: Duration = Duration::from_secs(15);
 
 /// As [`there_and_back`], but a cluster that does not answer makes the tier unavailable.
-pub async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
-    let tested = tokio::time::timeout(PATIENCE, there_and_back(bridge, bounce)).await;
+pub async fn test(engine: &Engine, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
+    let tested = tokio::time::timeout(PATIENCE, there_and_back(engine, bounce)).await;
     tested.unwrap_or_else(|_| {
         Err(Unavailable::NoScratch {
             why: format!("the cluster did not answer within {} s", PATIENCE.as_secs()),
@@ -308,20 +253,22 @@ pub async fn test(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, 
 /// Moves patterns from the device's memory to an unnamed file and back. Measures how much faster or
 /// slower that is than the same file over host memory, and scales `bounce` by it, which was
 /// measured without a network.
-async fn there_and_back(bridge: &Inner, bounce: Option<Measured>) -> Result<Measured, Unavailable> {
-    let file = bridge.network.scratch().await.map_err(no_file)?;
-    let (part, count) = (bridge.part as u64, bridge.workers.len() as u64);
+async fn there_and_back(
+    engine: &Engine,
+    bounce: Option<Measured>,
+) -> Result<Measured, Unavailable> {
+    let file = engine.network.scratch().await.map_err(no_file)?;
+    let (part, count) = (engine.part as u64, engine.workers.len() as u64);
     let no_room = |_| Unavailable::TestStopped(Fault::NoMemory { bytes: 2 * part });
     // One part is sent, another one is received.
-    let addr = bridge.device.alloc(2 * part).map_err(no_room)?;
-    let scratch = Scratch { device: &*bridge.device, addr };
+    let scratch = Scratch::new(&engine.device, 2 * part).map_err(no_room)?;
     let flight = Flight(Arc::default());
     let mut seed = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
     let mut took = Took::default();
     for n in 0..count {
-        let sent = pattern(BufMut::unpooled(bridge.part), &mut seed);
+        let sent = pattern(BufMut::unpooled(engine.part), &mut seed);
         let test = Test {
-            bridge,
+            engine,
             flight: &flight.0,
             file: &*file,
             offset: n * part,
@@ -366,7 +313,7 @@ impl Took {
 
 /// The transfer of one pattern.
 struct Test<'a> {
-    bridge: &'a Inner,
+    engine: &'a Engine,
     flight: &'a Arc<Call>,
     file: &'a dyn FileIo,
     offset: u64,
@@ -385,14 +332,14 @@ impl Test<'_> {
         self.copy(Work::Load { from: vec![sent.clone()], to: self.from, sum: false }).await?;
         let mut took = Took::default();
         let begun = Instant::now();
-        if self.bridge.device_sums.is_ok() {
-            self.bridge.save_direct(self.flight, at(self.from)).await.map_err(stop)?;
+        if self.engine.device_sums.is_ok() {
+            self.engine.save_direct(self.flight, at(self.from)).await.map_err(stop)?;
             took.save[0] = begun.elapsed();
         } else {
             self.write(sent.clone()).await?;
         }
         let begun = Instant::now();
-        self.bridge.load_direct(self.flight, at(self.to), &|_, _| {}).await.map_err(stop)?;
+        self.engine.load_direct(self.flight, at(self.to), &|_, _| {}).await.map_err(stop)?;
         took.load[0] = begun.elapsed();
         let came = self
             .copy(Work::Save { from: self.to, into: BufMut::unpooled(sent.len()), sum: false })
@@ -408,7 +355,7 @@ impl Test<'_> {
         self.copy(Work::Load { from: read, to: self.to, sum: false }).await?;
         took.load[1] = begun.elapsed();
         let begun = Instant::now();
-        let into = self.bridge.network.pool().get_now(sent.len());
+        let into = self.engine.network.pool().get_now(sent.len());
         if let Some(b) = self.copy(Work::Save { from: self.to, into, sum: false }).await? {
             self.write(b.freeze()).await?;
         }
@@ -421,7 +368,7 @@ impl Test<'_> {
     }
 
     async fn copy(&self, work: Work) -> Result<Option<BufMut>, Unavailable> {
-        let done = self.bridge.worker().copy(self.flight, self.bridge.copies_as(), work).await;
+        let done = self.engine.worker().copy(self.flight, self.engine.copies_as(), work).await;
         done.map(|d| d.saved).map_err(Unavailable::TestStopped)
     }
 }

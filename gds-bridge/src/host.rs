@@ -8,8 +8,9 @@ use strake_fabric::Foreign;
 
 use crate::{
     Tier, Unavailable,
+    fault::Fault,
     local::{CuFile, HostCuFile},
-    mem::{Before, Fault, GpuMem, Mark, Stream},
+    mem::{Before, GpuMem, Mark, Stream},
     pins::Registry,
 };
 

@@ -17,8 +17,9 @@
 //! ```
 //!
 //! Where to read: [`plan`] decides which tier a part takes and is pure; [`Bridge`] (`bridge.rs`)
-//! splits calls into parts and drives them; `copier.rs` has the threads that copy; `direct.rs` is
-//! the path without a copy on this machine, [`local`] the one from a copy on this node; `rest.rs`
+//! splits calls into parts and drives them; `engine.rs` is what all tiers use; `copier.rs` has the
+//! threads that copy, which `hands.rs` starts; `direct.rs` is the path without a copy on this
+//! machine, [`local`] the one from a copy on this node; `selftest.rs` tests the tiers; `rest.rs`
 //! knows which tiers to avoid for a while; [`session`] combines all of it for programs that are not
 //! asynchronous; `pins.rs` registers host memory, `numa.rs` says where it should lie; [`GpuMem`] is
 //! the device, implemented by [`Cuda`] and [`HostMem`].
@@ -34,35 +35,44 @@ pub mod child;
 mod copier;
 mod cuda;
 mod direct;
+mod engine;
 #[cfg(test)]
 #[path = "../../cluster-tests/fake-gpu/src/lib.rs"]
 #[allow(dead_code, unused_imports, reason = "other crates' tests use the rest")]
 mod fake;
+mod fault;
 mod file;
+mod hands;
 mod host;
 pub mod local;
 mod mem;
 mod numa;
+mod options;
 mod pins;
 pub mod plan;
 mod reason;
 mod report;
 mod rest;
+mod scratch;
 mod selftest;
 pub mod session;
 pub mod status;
 pub mod tensors;
 mod tier;
 mod tier_counters;
+mod transfer;
 
-pub use bridge::{Bridge, Options, Transfer};
+pub use bridge::Bridge;
 pub use cuda::Cuda;
+pub use fault::Fault;
 pub use file::{FileIo, Network, Strict, Watched, not_direct};
 pub use host::HostMem;
-pub use mem::{Before, Fault, GpuMem, Mark, Stream};
+pub use mem::{Before, GpuMem, Mark, Stream};
 pub use numa::Numa;
+pub use options::Options;
 pub use pins::{MIN_SLOT, Registry, Slot};
 pub use reason::Unavailable;
 pub use report::{Checksum, Checksums, Direction, Failed, Report, Switch};
 pub use tier::{ByTier, Policy, Tier};
 pub use tier_counters::{FileTiers, TierCounters};
+pub use transfer::Transfer;

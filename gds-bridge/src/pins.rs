@@ -14,10 +14,7 @@ use rustix::{
 };
 use strake_fabric::{REGION, Region};
 
-use crate::{
-    mem::{Fault, GpuMem},
-    numa,
-};
+use crate::{fault::Fault, mem::GpuMem, numa};
 
 /// Locked memory that a bridge takes where the process has no limit.
 const UNLIMITED: u64 = 512 << 20;

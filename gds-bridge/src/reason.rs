@@ -4,7 +4,7 @@ use std::fmt;
 
 use strake_fabric::Road;
 
-use crate::mem::Fault;
+use crate::fault::Fault;
 
 /// Why a tier cannot be used. As text, one sentence that names what is missing and, if possible,
 /// what to do.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::{ByTier, Direction, Policy, Tier, Unavailable, mem::Fault, plan::Standing};
+use crate::{ByTier, Direction, Policy, Tier, Unavailable, fault::Fault, plan::Standing};
 
 /// Duration after the first failure. A try may cost seconds, and what is missing (memory,
 /// connections) may be available soon.

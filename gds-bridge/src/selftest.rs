@@ -8,16 +8,18 @@ use std::{
 
 use futures_util::future::try_join_all;
 use strake_fabric::{Buf, BufMut};
-use strake_proto::{Error, layout::splitmix64};
+use strake_proto::Error;
 
 use crate::{
     Tier, Unavailable,
-    bridge::Inner,
     copier::{Flight, Work},
     direct,
+    engine::Engine,
+    fault::Fault,
     local::{self, check_folder},
-    mem::{Fault, GpuMem},
+    mem::GpuMem,
     plan::{Measured, Standing},
+    scratch::{Scratch, pattern},
 };
 
 /// Why the folder for copies cannot be used.
@@ -47,15 +49,15 @@ pub fn refused(
     device.refuses(tier).or_else(|| no_folder(tier, local)).or_else(unreached).or_else(without)
 }
 
-pub(crate) async fn test(bridge: &Inner, tier: Tier) -> Standing {
+pub(crate) async fn test(engine: &Engine, tier: Tier) -> Standing {
     let outcome =
-        match refused(&*bridge.device, tier, bridge.folder(), bridge.unpinned.as_ref(), || {
-            bridge.network.no_rdma()
+        match refused(&*engine.device, tier, engine.folder(), engine.unpinned.as_ref(), || {
+            engine.network.no_rdma()
         }) {
             Some(why) => Err(why),
-            None if tier == Tier::GpuRdma => direct::test(bridge, bridge.bounce()).await,
-            None if tier == Tier::LocalGds => local::test(bridge, bridge.bounce()).await,
-            None => there_and_back(bridge, tier).await,
+            None if tier == Tier::GpuRdma => direct::test(engine, engine.bounce()).await,
+            None if tier == Tier::LocalGds => local::test(engine, engine.bounce()).await,
+            None => there_and_back(engine, tier).await,
         };
     match outcome {
         Ok(m) => Standing::Available(m),
@@ -63,29 +65,15 @@ pub(crate) async fn test(bridge: &Inner, tier: Tier) -> Standing {
     }
 }
 
-/// Device memory that is freed at the end.
-pub(crate) struct Scratch<'a> {
-    pub device: &'a dyn GpuMem,
-    pub addr: u64,
-}
-
-impl Drop for Scratch<'_> {
-    fn drop(&mut self) {
-        if let Err(e) = self.device.free(self.addr) {
-            tracing::debug!("memory of a self-test was not freed: {e}");
-        }
-    }
-}
-
-async fn there_and_back(bridge: &Inner, tier: Tier) -> Result<Measured, Unavailable> {
-    let (device, part, workers) = (&*bridge.device, bridge.part as u64, bridge.workers.len());
+async fn there_and_back(engine: &Engine, tier: Tier) -> Result<Measured, Unavailable> {
+    let (part, workers) = (engine.part as u64, engine.workers.len());
     // A device that is nearly full may still have memory for one part.
-    let room =
-        [workers, 1].into_iter().find_map(|n| Some((n, device.alloc(n as u64 * part).ok()?)));
+    let room = [workers, 1]
+        .into_iter()
+        .find_map(|n| Some((n, Scratch::new(&engine.device, n as u64 * part).ok()?)));
     let no_room = || Unavailable::TestStopped(Fault::NoMemory { bytes: part });
-    let (at_once, addr) = room.ok_or_else(no_room)?;
-    // Freed after the flight is over, also when the test is abandoned.
-    let scratch = Scratch { device, addr };
+    // The memory is freed after the flight is over, also when the test is abandoned.
+    let (at_once, scratch) = room.ok_or_else(no_room)?;
     let flight = Flight(Arc::default());
     let mut seed = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_nanos() as u64;
     let mut took = [Duration::ZERO; 2];
@@ -98,20 +86,20 @@ async fn there_and_back(bridge: &Inner, tier: Tier) -> Result<Measured, Unavaila
         for group in all.chunks(at_once) {
             let places = || group.iter().map(|w| (*w, scratch.addr + (*w % at_once) as u64 * part));
             let sent: Vec<Buf> =
-                group.iter().map(|_| pattern(buffer(bridge, pooled), &mut seed)).collect();
+                group.iter().map(|_| pattern(buffer(engine, pooled), &mut seed)).collect();
             let begun = Instant::now();
             let load = |((w, to), b)| {
-                bridge.copy_by(w, &flight.0, tier, Work::Load { from: vec![b], to, sum: false })
+                engine.copy_by(w, &flight.0, tier, Work::Load { from: vec![b], to, sum: false })
             };
             let loads = places().zip(sent.iter().cloned()).map(load);
             try_join_all(loads).await.map_err(Unavailable::TestStopped)?;
             let loaded = Instant::now();
             let save = |(w, from)| {
-                bridge.copy_by(
+                engine.copy_by(
                     w,
                     &flight.0,
                     tier,
-                    Work::Save { from, into: buffer(bridge, pooled), sum: false },
+                    Work::Save { from, into: buffer(engine, pooled), sum: false },
                 )
             };
             let came = try_join_all(places().map(save)).await.map_err(Unavailable::TestStopped)?;
@@ -132,13 +120,6 @@ async fn there_and_back(bridge: &Inner, tier: Tier) -> Result<Measured, Unavaila
     Ok(Measured { load: rate(took[0]), save: rate(took[1]) })
 }
 
-fn buffer(bridge: &Inner, pooled: bool) -> BufMut {
-    if pooled { bridge.network.pool().get_now(bridge.part) } else { BufMut::unpooled(bridge.part) }
-}
-
-pub(crate) fn pattern(mut b: BufMut, seed: &mut u64) -> Buf {
-    for word in b.chunks_exact_mut(8) {
-        word.copy_from_slice(&splitmix64(seed).to_le_bytes());
-    }
-    b.freeze()
+fn buffer(engine: &Engine, pooled: bool) -> BufMut {
+    if pooled { engine.network.pool().get_now(engine.part) } else { BufMut::unpooled(engine.part) }
 }

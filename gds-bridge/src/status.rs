@@ -8,8 +8,8 @@ use strake_proto::Result;
 
 use crate::{
     Bridge, ByTier, GpuMem, Numa, Options, Tier, Unavailable,
-    bridge::SYSFS,
     file::NO_CLIENT,
+    options::SYSFS,
     plan::Standing,
     selftest::{no_folder, refused},
 };

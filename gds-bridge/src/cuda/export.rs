@@ -9,7 +9,7 @@ use std::{
 use strake_fabric::Foreign;
 
 use super::{Gpu, table::find};
-use crate::{Tier, Unavailable, mem::Fault};
+use crate::{Tier, Unavailable, fault::Fault};
 
 // CUdevice_attribute.
 const DMA_BUF_SUPPORTED: c_int = 124;

@@ -21,8 +21,9 @@ use table::{Handle, Table};
 
 use crate::{
     Tier, Unavailable,
+    fault::Fault,
     local::{CuFile, Nvidia},
-    mem::{Before, Fault, GpuMem, Mark, Stream},
+    mem::{Before, GpuMem, Mark, Stream},
     pins::Registry,
 };
 

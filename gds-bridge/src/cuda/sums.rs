@@ -6,7 +6,7 @@ use strake_fabric::{BufMut, REGION};
 use strake_proto::checksum::{BLOCK, combine, crc32c};
 
 use super::{Gpu, OUT_OF_MEMORY, PORTABLE, table::Handle};
-use crate::mem::Fault;
+use crate::fault::Fault;
 
 /// PTX, which drivers from CUDA 9 on compile for every device since Maxwell.
 const TEXT: &str = concat!(include_str!("crc32c.ptx"), "\0");

@@ -4,7 +4,7 @@
 use std::{io, os::fd::BorrowedFd, time::Duration};
 
 use super::rounds::Rounds;
-use crate::mem::Fault;
+use crate::fault::Fault;
 
 /// cuFile's counters of the process, since the driver was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -12,10 +12,7 @@ use super::{
     cufile::{Counters, CuFile},
     rounds::Rounds,
 };
-use crate::{
-    HostMem,
-    mem::{Fault, GpuMem},
-};
+use crate::{HostMem, fault::Fault, mem::GpuMem};
 
 /// The code of cuFile for an address that is none of the device's.
 const WRONG_ADDRESS: isize = -5012;

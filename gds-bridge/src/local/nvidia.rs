@@ -19,7 +19,7 @@ use super::{
     probe,
     rounds::Rounds,
 };
-use crate::{Unavailable, mem::Fault};
+use crate::{Unavailable, fault::Fault};
 
 /// Must be readable: otherwise opening the driver never ends.
 const MODULES: &str = "/proc/modules";

@@ -11,7 +11,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use strake_proto::Code;
 
 use super::cufile::{Counters, CuFile, went};
-use crate::mem::Fault;
+use crate::fault::Fault;
 
 /// The result of a round, for each of its reads.
 #[derive(Clone)]

@@ -23,7 +23,7 @@ use tokio::runtime::Runtime;
 
 use crate::{
     Bridge, Cuda, Direction, Failed, GpuMem, HostMem, Options, Policy, Report, Transfer,
-    mem::Fault,
+    fault::Fault,
     status::{TierStatus, of_bridge},
 };
 

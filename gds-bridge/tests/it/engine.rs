@@ -1,9 +1,9 @@
-//! The bridge on host memory: transports, reports, changes of tier in mid-run, faults, bad input.
+//! The bridge on host memory: reports, changes of tier in mid-run, faults, bad input.
 
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+        atomic::{AtomicU64, Ordering::SeqCst},
     },
     time::Duration,
 };
@@ -11,11 +11,11 @@ use std::{
 use crate::ram::*;
 use futures_util::FutureExt;
 use strake_client::Arrived;
-use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
+use strake_fabric::{Buf, ByRoad, Foreign, Pool};
 use strake_fake_gpu::{Copied, FakeGpu};
 use strake_gds::{
-    Bridge, Checksum, Checksums, Direction, Fault, FileIo, GpuMem, Network, Options, Policy,
-    Report, Tier, Transfer, Unavailable, not_direct,
+    Bridge, Checksum, Checksums, Direction, Fault, FileIo, GpuMem, Options, Policy, Report, Tier,
+    Transfer, Unavailable, not_direct,
     plan::{Measured, Standing},
 };
 use strake_proto::{Code, Error, layout::splitmix64};
@@ -429,175 +429,6 @@ async fn reads_writes_and_copies_of_parts_overlap() {
     f.go.add_permits(32);
     assert!(others_copied && copied == 4 * PART, "{copied}");
     assert!(call.await.unwrap().unwrap().is_all(Tier::BounceTcp) && *f.file.bytes.lock() == data);
-}
-
-/// A client that reaches servers by RDMA or not, as the flag says.
-struct Reach(Pool, Arc<AtomicBool>);
-
-impl Network for Reach {
-    fn pool(&self) -> &Pool {
-        &self.0
-    }
-    fn no_rdma(&self) -> Option<String> {
-        (!self.1.load(SeqCst)).then(|| "there is no device".into())
-    }
-}
-
-const RDMA: Policy = Policy::Require(Tier::BounceRdma);
-
-/// A bridge of a client that has RDMA.
-async fn with_rdma(pins: u64) -> (FakeGpu, Pool, Bridge, Arc<AtomicBool>) {
-    let (mem, pool, rdma) = (FakeGpu::new(), Pool::new(64 << 20), Arc::new(AtomicBool::new(true)));
-    mem.limit_pins(pins);
-    let bridge = over(&mem, Arc::new(Reach(pool.clone(), rdma.clone()))).await;
-    (mem, pool, bridge, rdma)
-}
-
-#[tokio::test]
-async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
-    let (mem, pool, bridge, rdma) = with_rdma(1 << 30).await;
-    let data = pattern(1, 3 * MIB + 100);
-    let file = Ram::by(1, data.clone(), &pool, |_| Road::Rdma);
-    let tensor = device(&mem, &vec![0; data.len()]);
-    let all = [whole(&file, tensor)];
-    let before = mem.copied();
-    for policy in [RDMA, Policy::AtLeast(Tier::BounceRdma)] {
-        let r = bridge.load(&all, policy).await.unwrap();
-        assert!(
-            r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == r.asked,
-            "{r}"
-        );
-        assert!(mem.peek(tensor, data.len() as u64).unwrap() == data);
-        let r = bridge.save(&all, policy).await.unwrap();
-        assert!(
-            r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == r.asked,
-            "{r}"
-        );
-    }
-    let (now, len) = (mem.copied(), data.len() as u64);
-    assert_eq!(
-        (now.load_pinned - before.load_pinned, now.save_pinned - before.save_pinned),
-        (2 * len, 2 * len)
-    );
-    assert_eq!(
-        (now.load_pageable, now.save_pageable),
-        (before.load_pageable, before.save_pageable)
-    );
-    // A policy that requires TCP is not met: a load copies nothing, and a save reports the tier
-    // that its bytes took.
-    let failed = bridge.load(&all, BOUNCE).await.unwrap_err();
-    assert!(failed.error.message.contains("came over rdma"), "{failed}");
-    assert_eq!((failed.error.code, failed.report.moved()), (Code::Io, 0));
-    let failed = bridge.save(&all, BOUNCE).await.unwrap_err();
-    assert!(failed.error.message.contains("which makes its tier bounce-rdma"), "{failed}");
-    assert_eq!(failed.report.moved(), failed.report.by_tier[Tier::BounceRdma]);
-
-    // When RDMA goes away, the call is refused before anything moves. When it comes back, the next
-    // call finds it.
-    rdma.store(false, SeqCst);
-    let failed = bridge.load(&all, RDMA).await.unwrap_err();
-    assert_eq!((failed.error.code, failed.report.moved()), (Code::OpNotSupp, 0));
-    assert!(
-        failed.error.message.contains("no storage server is reached by RDMA: there is no device"),
-        "{failed}"
-    );
-    rdma.store(true, SeqCst);
-    assert!(bridge.load(&all, RDMA).await.unwrap().is_all(Tier::BounceRdma));
-}
-
-/// The transport changes in the middle of a call.
-#[tokio::test]
-async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_calls() {
-    let turn = 2 * MIB;
-    let roads = move |at| if at < turn { Road::Rdma } else { Road::Tcp };
-    let data = pattern(1, 4 * MIB + 777);
-    let (len, tail) = (data.len() as u64, 2 * MIB + 777);
-    for direction in [Direction::Load, Direction::Save] {
-        let (mem, pool, bridge, _) = with_rdma(1 << 30).await;
-        let file = Ram::by(1, data.clone(), &pool, roads);
-        let tensor = device(&mem, &data);
-        let all = [whole(&file, tensor)];
-        let call = async |policy| match direction {
-            Direction::Load => bridge.load(&all, policy).await,
-            Direction::Save => bridge.save(&all, policy).await,
-        };
-        for policy in [Policy::AtLeast(Tier::BounceTcp), Policy::AtLeast(Tier::Pageable)] {
-            let before = mem.copied();
-            let r = call(policy).await.unwrap();
-            if r.by_tier[Tier::Pageable] > 0 {
-                continue; // the self-test preferred pageable: the network makes no difference
-            }
-            assert_eq!(
-                (r.by_tier[Tier::BounceRdma], r.by_tier[Tier::BounceTcp]),
-                (turn, tail),
-                "{r}"
-            );
-            assert_eq!((r.by_road[Road::Rdma], r.by_road[Road::Tcp]), (turn, tail), "{r}");
-            assert_eq!((r.moved(), r.ranges.iter().sum::<u64>(), r.by_road.sum()), (len, len, len));
-            let now = mem.copied();
-            assert_eq!(
-                now.load_pinned + now.save_pinned - before.load_pinned - before.save_pinned,
-                len
-            );
-            if direction == Direction::Load {
-                let [s] = &r.switches[..] else { panic!("{r}") };
-                let want = (
-                    Tier::BounceRdma,
-                    Some(Tier::BounceTcp),
-                    &Unavailable::OtherTransport(Road::Tcp),
-                );
-                assert_eq!((s.from, s.to, &s.why), want);
-            }
-        }
-        for policy in [RDMA, Policy::AtLeast(Tier::BounceRdma)] {
-            let before = mem.copied();
-            let failed = call(policy).await.unwrap_err();
-            assert!(
-                failed.error.code == Code::Io && failed.error.message.contains("tcp ("),
-                "{failed}"
-            );
-            let (r, now) = (failed.report, mem.copied());
-            assert!(r.by_tier[Tier::BounceRdma] > 0 && r.moved() < len, "{r}");
-            assert_eq!((r.moved(), r.by_road.sum()), (r.by_tier.sum(), r.ranges.iter().sum()));
-            if direction == Direction::Load {
-                // No byte that came by another transport reached the device.
-                assert_eq!(r.by_tier[Tier::BounceTcp], 0, "{r}");
-                assert!(now.load_pinned - before.load_pinned <= turn);
-            }
-            assert_eq!(
-                (now.load_pageable, now.save_pageable),
-                (before.load_pageable, before.save_pageable)
-            );
-        }
-    }
-}
-
-#[tokio::test]
-async fn rdma_into_memory_that_is_not_registered_is_not_called_straight() {
-    // First only slots and no region of the pool are pinned; then slots and one of several regions.
-    for pins in [6 * 256 * KIB, 6 * 256 * KIB + 4 * MIB] {
-        let (mem, pool, bridge, _) = with_rdma(pins).await;
-        let file = Ram::by(1, pattern(1, 6 * MIB), &pool, |_| Road::Rdma);
-        let tensor = device(&mem, &vec![0; 6 << 20]);
-        let all = [whole(&file, tensor)];
-        // These buffers use up the region that is registered already.
-        let _taken: Vec<_> = (0..4).map(|_| pool.get_now(1 << 20)).collect();
-        let failed = bridge.load(&all, RDMA).await.unwrap_err();
-        assert!(failed.error.message.contains("registered with the device"), "{failed}");
-        assert!(
-            failed.report.by_tier[Tier::BounceTcp] == 0 && failed.report.staged == 0,
-            "{}",
-            failed.report
-        );
-        let r = bridge.load(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
-        assert!(
-            r.staged > 0
-                && r.staged <= r.by_tier[Tier::BounceTcp]
-                && r.by_road[Road::Rdma] == r.asked,
-            "{r}"
-        );
-        assert!(mem.peek(tensor, 6 * MIB).unwrap() == *file.bytes.lock());
-    }
 }
 
 #[tokio::test]

@@ -19,4 +19,5 @@ mod served;
 mod session;
 mod shared;
 mod standin;
+mod transports;
 mod wants;
