@@ -123,9 +123,14 @@ static DRIVER: OnceLock<Driver> = OnceLock::new();
 
 /// Registers [`at_exit`] again, so that it runs before the exit handlers registered so far: those
 /// of a library that was just opened, which may call this one.
-pub fn ends_before() {
+fn ends_before() {
     // SAFETY: the function exists until the process ends.
     unsafe { libc::atexit(at_exit) };
+}
+
+/// The real library, whether its driver is open or not.
+pub fn real() -> Done<&'static Vendor> {
+    Vendor::get(ends_before)
 }
 
 extern "C" fn at_exit() {
@@ -413,7 +418,7 @@ impl Driver {
 
     /// The real library; opens its driver if necessary.
     pub fn vendor(&self) -> Done<&'static Vendor> {
-        let vendor = Vendor::get()?;
+        let vendor = real()?;
         if self.vendor.load(SeqCst) {
             return Ok(vendor);
         }

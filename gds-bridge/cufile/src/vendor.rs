@@ -6,7 +6,6 @@ use std::{
     ffi::{CStr, c_char, c_int, c_long, c_uint, c_void},
     fs::File,
     os::fd::BorrowedFd,
-    path::Path,
     sync::OnceLock,
 };
 
@@ -120,25 +119,16 @@ thread_local! {
     static INSIDE: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Opens a library, unless it is this one.
-fn open(name: &Path) -> Result<Library, String> {
-    let library = Library::open(name)?;
-    if library.symbol(c"cuFileRead") == crate::api::cuFileRead as *mut c_void {
-        return Err(format!("{} is this library", name.display()));
-    }
-    Ok(library)
-}
-
-fn load() -> Result<Vendor, String> {
+fn load(opened: fn()) -> Result<Vendor, String> {
     // Opening its driver would hang where this file cannot be read.
     if let Err(e) = File::open("/proc/modules") {
         return Err(format!("the real libcufile would hang here: /proc/modules: {e}"));
     }
     let mut all = Vec::new();
     for name in candidates() {
-        match open(&name) {
+        match Library::open(&name) {
             Ok(library) => {
-                crate::driver::ends_before();
+                opened();
                 return Ok(Vendor::of(library));
             }
             Err(why) => all.push(why),
@@ -148,9 +138,9 @@ fn load() -> Result<Vendor, String> {
 }
 
 impl Vendor {
-    /// The real library. The search for it runs once.
-    pub fn get() -> Done<&'static Vendor> {
-        REAL.get_or_init(load).as_ref().map_err(|why| {
+    /// The real library. The search for it runs once, and calls `opened` if it has found it.
+    pub fn get(opened: fn()) -> Done<&'static Vendor> {
+        REAL.get_or_init(|| load(opened)).as_ref().map_err(|why| {
             say(|| why.clone());
             CallError::Op(abi::IO_NOT_SUPPORTED)
         })
