@@ -17,9 +17,9 @@ use serde_json::json;
 use strake_proto::{Code, Error, Result, pb};
 
 use crate::{
-    config as file,
+    admin, config as file,
     dev::{Cluster, MAX_TARGET_GIB},
-    serve, status,
+    server_config,
 };
 
 #[derive(Args)]
@@ -126,7 +126,7 @@ fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
     let before = fs::read_to_string(config).map_err(about)?;
     let path = std::path::absolute(path)?;
     let after = with_target(&before, &path, a, a.force)?;
-    let cfg = serve::oss_config(&config.display().to_string(), &after).map_err(|e| {
+    let cfg = server_config::oss_config(&config.display().to_string(), &after).map_err(|e| {
         e.context(
             "with one more [[oss.targets]] at its end it is no valid configuration of a \
                    storage server; add the target by hand",
@@ -143,7 +143,7 @@ fn in_file(config: &Path, path: &Path, a: &AddArgs) -> Result<Vec<u32>> {
                  hand and restart the server";
         Error::new(Code::Inval, format!("{} {m}", config.display()))
     })?;
-    let key = file::read_key(&serve::cluster_key_of(&before)?)?;
+    let key = file::read_key(&server_config::cluster_key_of(&before)?)?;
     replace(config, &after).map_err(about)?;
     let targets = tell(&admin.to_string(), &key)
         .map_err(|e| taken_back(e, || replace(config, &before).map_err(about)))?;
@@ -205,11 +205,11 @@ fn replace(path: &Path, text: &str) -> std::io::Result<()> {
 
 /// Has a server read its configuration again, and returns the targets that are new to it.
 /// `ETIMEDOUT`: it is unknown whether it has them.
-fn tell(admin: &str, key: &[u8; 32]) -> Result<Vec<u32>> {
+fn tell(at: &str, key: &[u8; 32]) -> Result<Vec<u32>> {
     use tonic::Code::{FailedPrecondition, Unimplemented};
     crate::run(1, async {
-        let server = tokio::time::timeout(status::PATIENCE, status::admin(admin, key)).await;
-        let server = server.unwrap_or_else(|_| Err(Error::new(Code::Disconnected, admin)));
+        let server = tokio::time::timeout(admin::PATIENCE, admin::connect(at, key)).await;
+        let server = server.unwrap_or_else(|_| Err(Error::new(Code::Disconnected, at)));
         let mut server =
             server.map_err(|e| e.context("the storage server does not answer; start it first"))?;
         match tokio::time::timeout(PATIENCE, server.add_targets(pb::AddTargetsRequest {})).await {
@@ -217,10 +217,10 @@ fn tell(admin: &str, key: &[u8; 32]) -> Result<Vec<u32>> {
             Ok(Err(e)) if matches!(e.code(), FailedPrecondition | Unimplemented) => {
                 Err(Error::new(Code::Inval, e.message()))
             }
-            Ok(Err(e)) => Err(Error::new(Code::TimedOut, format!("{admin}: {}", e.message()))),
+            Ok(Err(e)) => Err(Error::new(Code::TimedOut, format!("{at}: {}", e.message()))),
             Err(_) => Err(Error::new(
                 Code::TimedOut,
-                format!("{admin}: no answer in {} s", PATIENCE.as_secs()),
+                format!("{at}: no answer in {} s", PATIENCE.as_secs()),
             )),
         }
     })

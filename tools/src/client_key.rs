@@ -6,12 +6,12 @@ use clap::Args;
 use strake_proto::Result;
 use strake_runtime::ClientKey;
 
-use crate::{config, status};
+use crate::{admin, config};
 
 #[derive(Args)]
 pub struct ClientKeyArgs {
     /// File with the cluster key.
-    #[arg(long, env = status::KEY_VARIABLE)]
+    #[arg(long, env = admin::KEY_VARIABLE)]
     cluster_key: PathBuf,
     /// File to write. Only its owner may read it. A key file of this cluster that lacks a line is
     /// completed. Without this option the key is printed.

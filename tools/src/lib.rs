@@ -3,9 +3,11 @@
 //! be fuzzed; the program is [`main`].
 
 mod add_target;
+mod admin;
 mod bench;
 mod client_key;
 mod config;
+mod config_check;
 mod dev;
 mod fsck;
 mod gds;
@@ -19,6 +21,7 @@ mod pools;
 mod pretend;
 mod scrub;
 mod serve;
+mod server_config;
 mod status;
 mod targets;
 mod upgrade;
@@ -27,6 +30,7 @@ use std::{ffi::OsString, path::Path, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 use strake_proto::{Code, Error, Result};
+use tokio::signal::unix::{SignalKind, signal};
 
 const MAX_THREADS: usize = 1024;
 
@@ -156,7 +160,8 @@ fn end_with_the_pipe() {
 #[doc(hidden)]
 pub mod fuzzing {
     pub use crate::{
-        config::{decode_hex, read_text},
+        config::decode_hex,
+        config_check::read_text,
         lfs::{read_arguments, show},
         mount::check_words as read_mount_words,
     };
@@ -179,6 +184,18 @@ fn run<T>(threads: usize, future: impl Future<Output = Result<T>>) -> Result<T> 
         builder.worker_threads(threads);
     }
     builder.enable_all().build()?.block_on(future)
+}
+
+/// Waits for SIGTERM or SIGINT.
+async fn until_signal() -> Result<()> {
+    let mut term = signal(SignalKind::terminate()).map_err(Error::from)?;
+    let mut int = signal(SignalKind::interrupt()).map_err(Error::from)?;
+    tokio::select! {
+        biased;
+        _ = term.recv() => {}
+        _ = int.recv() => {}
+    }
+    Ok(())
 }
 
 /// `filter` comes from [`config::log_filter`].

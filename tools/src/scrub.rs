@@ -15,7 +15,7 @@ use strake_proto::{Code, Error, Ino, Result, layout::StripeMap, pb};
 use strake_runtime::ClientKey;
 use strake_term::{Progress, size, span, table};
 
-use crate::{dev::Cluster, mount, status};
+use crate::{admin, dev::Cluster, mount};
 
 #[derive(Args)]
 pub struct ScrubArgs {
@@ -38,7 +38,7 @@ pub struct ScrubArgs {
     #[arg(long, value_delimiter = ',', requires = "admin")]
     mds: Vec<String>,
     /// File with the cluster key, for --admin [default: /etc/strake/cluster.key].
-    #[arg(long, env = status::KEY_VARIABLE)]
+    #[arg(long, env = admin::KEY_VARIABLE)]
     cluster_key: Option<PathBuf>,
     #[arg(long)]
     json: bool,
@@ -90,7 +90,7 @@ pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
         let c = Cluster::open(&args.dir)?;
         (c.admin_oss(), c.mds_endpoints(), c.key()?)
     } else {
-        (args.admin.clone(), args.mds.clone(), status::key_for(args.cluster_key.as_deref(), None)?)
+        (args.admin.clone(), args.mds.clone(), admin::key_for(args.cluster_key.as_deref(), None)?)
     };
     let servers = Servers { addrs, key };
     let mds = (!mds.is_empty()).then(|| (mds, ClientKey::of(&key)));
@@ -163,14 +163,14 @@ async fn ask(
     let failed = |m: &str| Error::new(Code::Disconnected, format!("{addr}: {m}"));
     let call = async {
         let request = pb::ScrubRequest { action, targets };
-        match status::admin(addr, key).await?.scrub(request).await {
+        match admin::connect(addr, key).await?.scrub(request).await {
             Ok(r) => Ok(r.into_inner().targets),
             // A caller that names all servers of the cluster need not know which is which.
             Err(e) if e.message().starts_with("this is a metadata server") => Ok(Vec::new()),
             Err(e) => Err(failed(e.message())),
         }
     };
-    tokio::time::timeout(status::PATIENCE, call).await.map_err(|_| failed("no answer in 2 s"))?
+    tokio::time::timeout(admin::PATIENCE, call).await.map_err(|_| failed("no answer in 2 s"))?
 }
 
 /// The state of these targets, or of all. An error if there is none, or one is missing.

@@ -4,7 +4,6 @@
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::Args;
-use serde::Deserialize;
 use strake_proto::{Code, Error, Result};
 use strake_runtime::{Env, private};
 use tokio::signal::unix::{SignalKind, signal};
@@ -12,6 +11,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::{
     config::{self, Overrides},
     members, pretend,
+    server_config::{MdsFile, OssFile},
+    until_signal,
 };
 
 #[derive(Args)]
@@ -74,34 +75,6 @@ pub struct OssArgs {
     /// Metadata servers, tcp:HOST:PORT, separated by commas.
     #[arg(long, value_delimiter = ',')]
     mds: Vec<String>,
-}
-
-/// The configuration file of a metadata server.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct MdsFile {
-    cluster_key: PathBuf,
-    #[serde(default = "default_log")]
-    log: String,
-    #[serde(default)]
-    threads: usize,
-    mds: strake_mds::server::Config,
-}
-
-/// The configuration file of a storage server.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct OssFile {
-    cluster_key: PathBuf,
-    #[serde(default = "default_log")]
-    log: String,
-    #[serde(default)]
-    threads: usize,
-    oss: strake_oss::server::Config,
-}
-
-fn default_log() -> String {
-    "info".into()
 }
 
 pub fn mds(args: MdsArgs) -> Result<ExitCode> {
@@ -179,28 +152,6 @@ pub fn oss(args: OssArgs) -> Result<ExitCode> {
     })
 }
 
-/// Reads a metadata server's configuration and checks it.
-pub fn check_mds(text: &str) -> Result<()> {
-    config::parse::<MdsFile>("text", text, Overrides::new())?.mds.check()
-}
-
-/// Reads a storage server's configuration and checks it.
-pub fn check_oss(text: &str) -> Result<()> {
-    oss_config("text", text).map(drop)
-}
-
-/// The path of the cluster key file in a storage server's configuration.
-pub fn cluster_key_of(text: &str) -> Result<PathBuf> {
-    Ok(config::parse::<OssFile>("text", text, Overrides::new())?.cluster_key)
-}
-
-/// A storage server's configuration, as it would be read from a file.
-pub fn oss_config(name: &str, text: &str) -> Result<strake_oss::server::Config> {
-    let cfg = config::parse::<OssFile>(name, text, Overrides::new())?.oss;
-    cfg.check()?;
-    Ok(cfg)
-}
-
 /// A server needs a descriptor for each client, and some for each target; a shell often allows only
 /// a thousand. Raises the limit to the maximum allowed.
 fn raise_file_limit() {
@@ -209,54 +160,5 @@ fn raise_file_limit() {
     limit.current = limit.maximum;
     if let Err(e) = setrlimit(Resource::Nofile, limit) {
         tracing::warn!("cannot raise the limit of open files: {e}");
-    }
-}
-
-/// Waits for SIGTERM or SIGINT.
-pub async fn until_signal() -> Result<()> {
-    let mut term = signal(SignalKind::terminate()).map_err(Error::from)?;
-    let mut int = signal(SignalKind::interrupt()).map_err(Error::from)?;
-    tokio::select! {
-        biased;
-        _ = term.recv() => {}
-        _ = int.recv() => {}
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_storage_server_listens_at_one_endpoint_or_several() {
-        let of = |rest: &str| {
-            let text =
-                format!("cluster_key = '/k'\n[oss]\nname = 'a'\nmds = ['tcp:h:1']\n{rest}\n");
-            oss_config("f", &text).map(|c| {
-                let said = |l: Vec<strake_fabric::Endpoint>| {
-                    l.iter().map(|e| e.to_string()).collect::<Vec<_>>().join(" ")
-                };
-                (said(c.listen), said(c.advertise))
-            })
-        };
-        let is = |listen: &str, advertise: &str| (listen.to_string(), advertise.to_string());
-        assert_eq!(of("listen = 'tcp:h:7'").unwrap(), is("tcp:h:7", ""));
-        assert_eq!(of("listen = 'tcp:h:7,rdma:i:8'").unwrap(), is("tcp:h:7 rdma:i:8", ""));
-        let both = "listen = ['tcp:0.0.0.0:7', 'rdma:i:8']\nadvertise = ['tcp:h:7', 'rdma:i:8']";
-        assert_eq!(of(both).unwrap(), is("tcp:0.0.0.0:7 rdma:i:8", "tcp:h:7 rdma:i:8"));
-        assert_eq!(
-            of("listen = 'tcp:h:7'\nadvertise = 'tcp:g:7'").unwrap(),
-            is("tcp:h:7", "tcp:g:7")
-        );
-        for bad in [
-            "listen = []",
-            "listen = ''",
-            "listen = 7",
-            "listen = ['tcp:h:7', 'ib:h:8']",
-            "listen = 'tcp:h:7,'",
-        ] {
-            assert!(of(bad).is_err(), "{bad}");
-        }
     }
 }

@@ -9,16 +9,15 @@ use std::{
 use clap::Args;
 use serde_json::{Value, json};
 use strake_proto::{
-    Code, Error, Result,
+    Result,
     map::{ChainExt, ROLE_MDS},
     pb,
-    pb::{ReplicaState, admin_client::AdminClient},
+    pb::ReplicaState,
 };
 use strake_term::{size, table};
-use tonic::transport::Channel;
 
 use crate::{
-    config,
+    admin::{DIR, KEY_VARIABLE, ask, key_for},
     dev::Cluster,
     targets::{percent, slow_json},
 };
@@ -40,75 +39,6 @@ pub struct StatusArgs {
     /// Also list every chain.
     #[arg(long, short)]
     verbose: bool,
-}
-
-pub const PATIENCE: Duration = Duration::from_secs(2);
-/// Maximum size of one answer in bytes: as many sessions as there may be, with the longest names.
-const MAX_STATUS: usize = 64 << 20;
-
-/// Environment variable that names the cluster key file.
-pub const KEY_VARIABLE: &str = "STRAKE_CLUSTER_KEY";
-/// Where servers usually have the key file.
-const KEY: &str = "/etc/strake/cluster.key";
-const DIR: &str = "strake-cluster";
-
-/// The cluster key for servers that are given by address: from the given file, of a local cluster,
-/// or from the usual place.
-pub fn key_for(given: Option<&Path>, dir: Option<&Path>) -> Result<[u8; 32]> {
-    if let Some(path) = given {
-        return config::read_key(path);
-    }
-    let of = |dir: &Path| Cluster::open(dir).and_then(|c| c.key());
-    if let Some(dir) = dir {
-        return of(dir);
-    }
-    if Path::new(KEY).exists() {
-        return config::read_key(Path::new(KEY));
-    }
-    if Cluster::is_in(Path::new(DIR)) {
-        return of(Path::new(DIR));
-    }
-    let m = format!(
-        "administration needs the cluster key: name its file by --cluster-key or {KEY_VARIABLE}, or put it at {KEY}"
-    );
-    Err(Error::new(Code::Unauthenticated, m))
-}
-
-/// Connects to the administration of one server.
-pub async fn admin(addr: &str, key: &[u8; 32]) -> Result<AdminClient<Channel>> {
-    let connected = tokio::time::timeout(PATIENCE, strake_fabric::admin::connect(addr, key)).await;
-    let late =
-        |_| Err(Error::new(Code::Disconnected, format!("{addr}: no answer in {PATIENCE:?}")));
-    Ok(AdminClient::new(connected.unwrap_or_else(late)?).max_decoding_message_size(MAX_STATUS))
-}
-
-/// Asks one server.
-pub async fn ask(addr: &str, key: &[u8; 32]) -> Result<pb::StatusReply> {
-    let failed = |e: &dyn std::fmt::Display| Error::new(Code::Disconnected, format!("{addr}: {e}"));
-    let call = async {
-        let reply = admin(addr, key)
-            .await?
-            .status(pb::StatusRequest {})
-            .await
-            .map_err(|e| failed(&e.message()))?;
-        Ok(reply.into_inner())
-    };
-    tokio::time::timeout(PATIENCE, call).await.map_err(|_| failed(&"no answer in 2 s"))?
-}
-
-/// The status of the leading mds.
-pub async fn leader_status(mds: &[String], key: &[u8; 32]) -> Result<pb::StatusReply> {
-    let mut cause = Error::new(Code::NoDev, "no metadata server leads");
-    for addr in mds {
-        match ask(addr, key).await {
-            Ok(s) if s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0) => {
-                return Ok(s);
-            }
-            Ok(_) => {}
-            Err(e) => cause = e,
-        }
-    }
-    Err(cause)
 }
 
 pub fn status(args: &StatusArgs) -> Result<ExitCode> {
@@ -471,6 +401,8 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>, behind: &[Behind]) -
 
 #[cfg(test)]
 mod tests {
+    use strake_proto::{Code, Error};
+
     use super::*;
 
     fn mds(id: u64, leader: u64) -> (String, Result<pb::StatusReply>) {

@@ -17,7 +17,7 @@ use super::{
     MAX_TARGET_GIB, UpArgs,
     process::{self, Role},
 };
-use crate::{config, mount};
+use crate::{config, mount, server_config};
 
 const FILE: &str = "cluster.toml";
 
@@ -100,10 +100,13 @@ pub fn check(text: &str) -> Result<()> {
     for role in c.roles() {
         match role {
             Role::Mds(n) => {
-                config::read_text(0, &c.mds_config(n)).map_err(|e| e.context(c.mds_config(n)))?
+                let text = c.mds_config(n);
+                server_config::check_mds(&text).map_err(|e| e.context(text))?
             }
-            _ => config::read_text(1, &c.oss_config(&role))
-                .map_err(|e| e.context(c.oss_config(&role)))?,
+            _ => {
+                let text = c.oss_config(&role);
+                server_config::check_oss(&text).map_err(|e| e.context(text))?
+            }
         }
     }
     Ok(())

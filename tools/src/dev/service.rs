@@ -6,7 +6,7 @@ use strake_proto::{Code, Error, Result, map::ChainExt, pb};
 use strake_term::Progress;
 
 use super::{Cluster, process, process::Role};
-use crate::status::{self, Behind};
+use crate::{admin, status::Behind};
 
 /// If the state does not change for this long while something is known to be missing, it will not
 /// change. A storage server looks for a missing disk every 5 s.
@@ -77,12 +77,12 @@ async fn look(cluster: &Cluster, key: &[u8; 32], ended: &[Role]) -> State {
         .map(|r| format!("{} does not run: {}", r.name(), process::last_words(cluster, r)))
         .collect();
     let runs = |role: Role| !ended.contains(&role);
-    let Ok(leader) = status::leader_status(&cluster.admin_mds(), key).await else {
+    let Ok(leader) = admin::leader_status(&cluster.admin_mds(), key).await else {
         return State { led: false, lacking: Some("no metadata leader yet".into()), refused };
     };
     let (mut silent, mut behind, mut members) = (None, Vec::new(), Vec::new());
     for (n, addr) in (1..).zip(cluster.admin_mds()).filter(|(n, _)| runs(Role::Mds(*n))) {
-        match status::ask(&addr, key).await {
+        match admin::ask(&addr, key).await {
             Ok(s) => members.push(s),
             Err(_) => {
                 silent = Some(format!("the metadata server mds{n} at {addr} does not answer yet"))
@@ -95,7 +95,7 @@ async fn look(cluster: &Cluster, key: &[u8; 32], ended: &[Role]) -> State {
     }
     // After a restart of everything the map may still mark targets alive that do not come back.
     for (n, addr) in (1..).zip(cluster.admin_oss()).filter(|(n, _)| runs(Role::Oss(*n))) {
-        match status::ask(&addr, key).await {
+        match admin::ask(&addr, key).await {
             Ok(s) => refused.extend(s.refused.iter().map(|r| {
                 let target = r
                     .target

@@ -4,12 +4,15 @@
 use std::{
     os::fd::{OwnedFd, RawFd},
     process::ExitCode,
-    sync::atomic::Ordering::{Acquire, Release},
+    sync::{
+        Arc,
+        atomic::Ordering::{Acquire, Release},
+    },
 };
 
 use strake_client::{Client, Creds};
 use strake_fuse::{
-    HandoverMemory, Interim,
+    HandoverMemory, Interim, MountConfig,
     supervisor::{
         self, OTHER_LAYOUT, Program, SOCKET, Supervisor,
         control::{Ask, Control},
@@ -76,9 +79,7 @@ pub(super) async fn serve(
     socket: RawFd,
 ) -> Result<ExitCode> {
     ignore_signals()?;
-    let failed = |e: std::io::Error| Error::from(e).context("the supervisor's socket");
     let link = Link::inherited(socket).map_err(failed)?;
-    let gone = || Error::new(Code::Disconnected, "the supervisor is gone");
     let (order, mut fds) = link.receive().map_err(failed)?.ok_or_else(gone)?;
     if fds.is_empty() {
         return Err(Error::new(Code::Protocol, "the supervisor sent no handover memory"));
@@ -117,27 +118,7 @@ pub(super) async fn serve(
             mount.root = keep.mount_word(KEPT_ROOT).load(Acquire);
             fds
         }
-        _ => {
-            mount.root = root(&section, &client).await?;
-            keep.mount_word(KEPT_ROOT).store(mount.root, Release);
-            let learning =
-                tokio::time::timeout(section.retry(), strake_fuse::learn(&mount, &client, &keep));
-            learning.await.map_err(|_| {
-                let m = format!(
-                    "connected, but then there was no answer from {}",
-                    client.servers().away()
-                );
-                Error::new(Code::TimedOut, m)
-            })??;
-            link.send(
-                &Message::Connected { name: client.servers().map().map.fs_name.clone() },
-                &[],
-            )
-            .map_err(failed)?;
-            // The supervisor mounts now, which needs nothing of this process.
-            let reply = tokio::task::block_in_place(|| link.receive()).map_err(failed)?;
-            reply.ok_or_else(gone)?.1
-        }
+        _ => mounted(&section, &mut mount, &client, &keep, &link).await?,
     };
     let mount = strake_fuse::serve(&mount, client.clone(), keep, descriptors, interim).await?;
     let watch = link.watch().map_err(failed)?;
@@ -159,6 +140,36 @@ pub(super) async fn serve(
             std::process::exit(1);
         }
     }
+}
+
+/// Has the supervisor mount. Returns the descriptors by which the kernel sends its requests.
+async fn mounted(
+    section: &MountSection,
+    mount: &mut MountConfig,
+    client: &Client,
+    keep: &Arc<HandoverMemory>,
+    link: &Link,
+) -> Result<Vec<OwnedFd>> {
+    mount.root = root(section, client).await?;
+    keep.mount_word(KEPT_ROOT).store(mount.root, Release);
+    let learning = tokio::time::timeout(section.retry(), strake_fuse::learn(mount, client, keep));
+    learning.await.map_err(|_| {
+        let m = format!("connected, but then there was no answer from {}", client.servers().away());
+        Error::new(Code::TimedOut, m)
+    })??;
+    let name = client.servers().map().map.fs_name.clone();
+    link.send(&Message::Connected { name }, &[]).map_err(failed)?;
+    // The supervisor mounts now, which needs nothing of this process.
+    let reply = tokio::task::block_in_place(|| link.receive()).map_err(failed)?;
+    Ok(reply.ok_or_else(gone)?.1)
+}
+
+fn failed(e: std::io::Error) -> Error {
+    Error::from(e).context("the supervisor's socket")
+}
+
+fn gone() -> Error {
+    Error::new(Code::Disconnected, "the supervisor is gone")
 }
 
 /// Follows the supervisor's orders until it is gone.
@@ -216,15 +227,14 @@ pub(super) async fn unsupervised(section: MountSection, key: ClientKey) -> Resul
     if let Some(l) = &mut lifeline {
         l.told();
     }
-    let config =
-        strake_fuse::MountConfig { root: root(&section, &client).await?, ..section.mount_config() };
+    let config = MountConfig { root: root(&section, &client).await?, ..section.mount_config() };
     let at = config.mountpoint.canonicalize();
     let mount = strake_fuse::mount(config, client.clone()).await?;
     tracing::info!("mounted at {}", section.mountpoint.display());
     let mut control = at.ok().and_then(|at| supervisor::listen(&at));
     tokio::select! {
         biased;
-        r = crate::serve::until_signal() => { r?; mount.unmount().await?; }
+        r = crate::until_signal() => { r?; mount.unmount().await?; }
         r = mount.wait() => r?,
         () = answer(&mut control, &client) => {}
     }
