@@ -1,6 +1,7 @@
 //! `strake`: every role of StrakeFS in one binary. Invoked as `lfs`, it is the Lustre-like tool; as
 //! `mount.strake`, the helper of mount(8). It is a library so that its parsers of external text can
 //! be fuzzed; the program is [`main`].
+#![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
 mod add_target;
 mod admin;
