@@ -159,7 +159,7 @@ impl Member {
             8 => drop(self.core.propose([Bytes::copy_from_slice(i.bytes())])),
             9 => {
                 if self.core.can_read() {
-                    self.core.read_index(i.number());
+                    self.core.read_index(i.number(), std::time::Duration::ZERO);
                 }
             }
             10 => {

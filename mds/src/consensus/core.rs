@@ -10,15 +10,20 @@
 //! - Election timeouts come from the seed. raft-rs draws its own from a huge range, so each of its
 //!   draws is recognised and replaced.
 //! - A restarted member that may have promised something votes for nobody for one election timeout.
+//!   A member that has heard from its leader votes for nobody for as long, but for a candidate that
+//!   the leader has chosen. The leader's lease rests on both ([`leader_lease`](super::leader_lease)).
 //! - A member does not ask to be elected while its state is lost or being replaced, or its disk
 //!   takes no writes. If a leader loses its state, it takes no proposals and gives no copies; it
 //!   only sends its log on until another member has taken over. Its promises are in its log, and
 //!   the log stays: its votes and acknowledgements remain valid.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use protobuf::Message as _;
 use raft::{
-    GetEntriesContext, RawNode, ReadOnlyOption, SnapshotStatus, StateRole, Storage,
+    CAMPAIGN_TRANSFER, GetEntriesContext, RawNode, ReadOnlyOption, SnapshotStatus, StateRole,
+    Storage,
     eraftpb::{
         ConfChangeV2, ConfState, Entry, EntryType, HardState, Message, MessageType, Snapshot,
     },
@@ -28,6 +33,7 @@ use strake_proto::{Code, Error, Result, layout::splitmix64};
 
 use super::{
     check,
+    leader_lease::{self, LeaderLease},
     log::{LogImage, LogOp},
     logger::logger,
     types::Config,
@@ -78,6 +84,11 @@ pub struct Core {
     rng: u64,
     /// Ticks during which no vote is given.
     quiet: usize,
+    /// Ticks during which a vote is given only to a candidate that the leader has chosen.
+    promised: usize,
+    /// This member's own promise, as the others are told it.
+    vote_wait: Duration,
+    pub(super) lease: LeaderLease,
     /// The state is being replaced, or is lost: nothing is applied until a snapshot is in.
     lost_state: bool,
     /// The log does not take writes at the moment.
@@ -148,7 +159,10 @@ impl Core {
             id: cfg.id,
             timeouts: cfg.election_ticks,
             rng: seed,
-            quiet: if pristine { 0 } else { cfg.election_ticks.0 },
+            quiet: if pristine { 0 } else { cfg.start_wait_ticks() },
+            promised: 0,
+            vote_wait: cfg.vote_wait(),
+            lease: LeaderLease::new(cfg.lease_reads),
             lost_state,
             stalled: false,
             followed: (0, 0),
@@ -166,6 +180,7 @@ impl Core {
 
     pub fn tick(&mut self) {
         self.quiet = self.quiet.saturating_sub(1);
+        self.promised = self.promised.saturating_sub(1);
         let raft = &self.raw.raft;
         let fires = raft.state != StateRole::Leader
             && raft.election_elapsed + 1 >= raft.randomized_election_timeout();
@@ -221,7 +236,8 @@ impl Core {
             tracing::warn!(from = m.from, ?kind, "dropped a raft message that {why}");
             return;
         }
-        if self.quiet > 0 && matches!(kind, MsgRequestVote | MsgRequestPreVote) {
+        let may_vote = self.quiet == 0 && (self.promised == 0 || m.context == CAMPAIGN_TRANSFER);
+        if !may_vote && matches!(kind, MsgRequestVote | MsgRequestPreVote) {
             return;
         }
         if kind == MsgTimeoutNow && !self.may_campaign() {
@@ -237,6 +253,9 @@ impl Core {
         // An error means that the message is from a removed member.
         if let Err(e) = self.raw.step(m) {
             tracing::debug!(from, ?kind, "raft message not accepted: {e}");
+        }
+        if term == self.term() && from == self.leader() {
+            self.promised = self.timeouts.0;
         }
         if kind == MsgAppend
             && term == self.term()
@@ -268,6 +287,7 @@ impl Core {
                 "another membership change is in progress; try again when it is complete",
             ));
         }
+        self.lease.suspend();
         let data = change.write_to_bytes().map_err(|e| Error::new(Code::Inval, e.to_string()))?;
         let mut e = Entry { data: data.into(), ..Default::default() };
         e.set_entry_type(EntryType::EntryConfChangeV2);
@@ -295,8 +315,14 @@ impl Core {
     }
 
     /// Asks for a read index under a number that the caller chooses; see [`Output::reads`]. Only a
-    /// leader for which [`Core::can_read`] holds answers.
-    pub fn read_index(&mut self, number: u64) {
+    /// leader for which [`Core::can_read`] holds answers. The answer also renews its lease, from
+    /// `now` on.
+    pub fn read_index(&mut self, number: u64, now: Duration) {
+        let is_changing =
+            self.raw.raft.has_pending_conf() || !self.conf().voters_outgoing.is_empty();
+        if self.is_settled_leader() && !is_changing {
+            self.lease.begin(number, self.term(), now);
+        }
         self.raw.read_index(number.to_le_bytes().to_vec());
     }
     /// This member leads and has committed an entry of its own term.
@@ -336,6 +362,10 @@ impl Core {
         let mut after = rd.take_persisted_messages();
         out.committed = rd.take_committed_entries();
         out.reads = rd.take_read_states().iter().filter_map(read_number).collect();
+        if let Some((number, _)) = out.reads.last() {
+            let others = leader_lease::other_voters(self, self.id);
+            self.lease.confirm(*number, self.vote_wait, &others);
+        }
         if self.lost_state && out.restore.is_none() && self.conf().voters.is_empty() {
             // An acknowledgement would make a new member eligible for promotion, but without a
             // state it cannot serve the group.
@@ -389,6 +419,7 @@ impl Core {
             });
             match applied {
                 Ok(conf) => {
+                    self.lease.suspend();
                     self.raw.mut_store().conf = conf.clone();
                     out.conf_state = Some(conf);
                     // raft-rs 0.7.0 panics in a leader that has no progress of its own.
@@ -487,6 +518,7 @@ impl Core {
     /// Hands leadership over, if this member leads.
     pub fn transfer(&mut self, to: u64) {
         if self.is_leader() {
+            self.lease.give_up(self.term());
             self.raw.transfer_leader(to);
         }
     }

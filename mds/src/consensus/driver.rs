@@ -23,7 +23,10 @@ mod stall;
 mod standing;
 mod waiters;
 
-use std::sync::{Arc, atomic::Ordering::Relaxed};
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
+};
 
 use protobuf::Message as _;
 use raft::{
@@ -37,6 +40,7 @@ use tokio::{sync::mpsc, task::JoinHandle, time::MissedTickBehavior};
 
 use super::{
     core::{Core, Output, is_only_voter, taken_in},
+    leader_lease::lease_end,
     log::{LogImage, LogStore},
     members::{NO_STATE, not_member},
     reads::{self, Reads},
@@ -137,6 +141,7 @@ impl Driver {
                 e
             }
         };
+        self.shared.lease.set(Duration::ZERO);
         self.shared.stopped.send_replace(Some(cause.clone()));
         self.fail_all(&cause);
         let l =
@@ -370,16 +375,19 @@ impl Driver {
         if self.core.can_read()
             && let Some(number) = self.reads.ask()
         {
-            self.core.read_index(number);
+            self.core.read_index(number, self.env.boot());
         }
+        self.shared.lease.set(lease_end(&self.core));
         loop {
             self.try_again()?;
             if self.stall.is_blocked() || self.core.unpersisted() >= MAX_UNPERSISTED {
                 break;
             }
             let Some(out) = self.core.ready() else { break };
+            self.shared.lease.set(lease_end(&self.core));
             self.output(out)?;
         }
+        self.shared.lease.set(lease_end(&self.core));
         self.notice_role();
         self.reads.applied(self.core.applied_to().0);
         if self.reads_while_stalled() {

@@ -1,6 +1,9 @@
 //! The handle to a member, which the server calls. The driver's task does the work.
 
-use std::sync::{Arc, atomic::Ordering::Relaxed};
+use std::{
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
+};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -14,6 +17,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{
     driver::{Batch, Control, Driver, Inputs, Proposal, RaftInput, Shared},
+    leader_lease::{Covered, PublishedLease},
     log::LogStore,
     members::{DISK_FULL, Group},
     reads,
@@ -29,6 +33,7 @@ const INBOX: usize = 4096;
 #[derive(Clone)]
 pub struct Node {
     cfg: Arc<Config>,
+    env: Env,
     shared: Arc<Shared>,
     peers: Arc<Peers>,
     raft: mpsc::Sender<RaftInput>,
@@ -54,11 +59,13 @@ impl Node {
         let health = Arc::new(Health::default());
         let (id, cluster, stamp) = (cfg.id, cfg.cluster, image.stamp);
         let (level, sm_of_sender) = (cfg.level, sm.clone());
+        let vote_wait = cfg.vote_wait();
         let sender = Sender {
             id,
             cluster,
             stamp,
             level,
+            vote_wait,
             env: env.clone(),
             fabric,
             health,
@@ -71,7 +78,11 @@ impl Node {
         let (reads, reads_rx) = mpsc::channel(cfg.queue.max(1));
         let (control, control_rx) = mpsc::channel(64);
         let (watch_tx, leadership) = watch::channel(Leadership::default());
-        let shared = Arc::new(Shared { status: Mutex::default(), stopped: watch::channel(None).0 });
+        let shared = Arc::new(Shared {
+            status: Mutex::default(),
+            stopped: watch::channel(None).0,
+            lease: PublishedLease::default(),
+        });
         let inputs = Inputs {
             raft: raft_rx,
             proposals: proposals_rx,
@@ -93,7 +104,7 @@ impl Node {
             peers.set(*id, endpoint.clone());
         }
         env.spawn(driver.run(inputs));
-        Ok(Node { cfg, shared, peers, raft, proposals, reads, control, leadership })
+        Ok(Node { cfg, env, shared, peers, raft, proposals, reads, control, leadership })
     }
 
     /// The error for callers, which may turn to another member. `NotMember`: this member will never
@@ -145,6 +156,15 @@ impl Node {
     /// the call, and this member led during the call. `NotLeader` otherwise.
     pub async fn read_barrier(&self) -> Result<()> {
         let (reply, rx) = oneshot::channel();
+        match self.shared.lease.covers(|| self.env.boot()) {
+            Covered::Yes => return Ok(()),
+            Covered::Renew => {
+                // If it cannot be asked for now, the first read after the lease's end asks.
+                let _ = self.reads.try_send(reply);
+                return Ok(());
+            }
+            Covered::No => {}
+        }
         self.reads.try_send(reply).map_err(|e| self.full(&e))?;
         rx.await.unwrap_or_else(|_| Err(self.gone()))
     }
@@ -256,6 +276,7 @@ impl Node {
             applied: batch.applied,
             disk: batch.disk,
             level: batch.level,
+            vote_wait: Duration::from_millis(batch.vote_wait_ms.into()),
             endpoint: batch.endpoint.parse().ok(),
             messages,
         };

@@ -35,6 +35,8 @@ pub(super) struct Sender {
     pub stamp: u64,
     /// The newest feature level that this program knows.
     pub level: u32,
+    /// For how long this member gives no vote after it has heard from its leader.
+    pub vote_wait: Duration,
     pub env: Env,
     pub fabric: Arc<dyn Fabric>,
     pub health: Arc<Health>,
@@ -92,6 +94,7 @@ impl Sender {
             level: self.level,
             cluster_level,
             level_index,
+            vote_wait_ms: self.vote_wait.as_millis() as u32,
         };
         Ok(Message::new(opcode::RAFT, batch.encode_to_vec()))
     }

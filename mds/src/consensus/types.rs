@@ -6,6 +6,8 @@ use bytes::Bytes;
 use strake_fabric::Endpoint;
 use strake_proto::{FEATURE_LEVEL, Incarnation, Result};
 
+use super::leader_lease::START_WAIT;
+
 /// A log entry that a majority holds. `data` is empty for a leader's first entry and for membership
 /// changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -114,6 +116,8 @@ pub struct Config {
     pub slow_write: Duration,
     /// The newest feature level that this program knows.
     pub level: u32,
+    /// Whether a leader answers reads under a lease, without asking the others each time.
+    pub lease_reads: bool,
 }
 
 impl Config {
@@ -133,7 +137,20 @@ impl Config {
             queue: 4096,
             slow_write: Duration::from_millis(300),
             level: FEATURE_LEVEL,
+            lease_reads: true,
         }
+    }
+
+    /// How long this member gives no vote after it has heard from its leader, at least: the next
+    /// tick may come at once, each later one after a full tick.
+    pub(super) fn vote_wait(&self) -> Duration {
+        self.tick * self.election_ticks.0.saturating_sub(1) as u32
+    }
+
+    /// For how many ticks a restarted member gives no vote.
+    pub(super) fn start_wait_ticks(&self) -> usize {
+        let ticks = START_WAIT.as_nanos().div_ceil(self.tick.as_nanos().max(1)) as usize + 1;
+        ticks.max(self.election_ticks.0)
     }
 }
 

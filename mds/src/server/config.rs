@@ -14,6 +14,17 @@ use crate::{
 /// Most chains of each number of copies that a target may head.
 const MAX_PER_TARGET: usize = 64;
 
+/// How a leader makes sure that it still leads when it answers a read (`docs/leader-lease.md`).
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+pub enum Reads {
+    /// By a lease of a quarter of a second. Needs clocks whose rates differ by less than 10 %.
+    #[default]
+    Lease,
+    /// By asking the other metadata servers each time.
+    Quorum,
+}
+
 /// Configuration of one metadata server, section `[mds]` of the configuration file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -89,6 +100,9 @@ pub struct Config {
     /// One Raft tick, milliseconds; followers wait 8 to 16 of them for a dead leader.
     #[serde(default = "tick_ms")]
     pub tick_ms: u64,
+    /// How a leader makes sure that it still leads when it answers a read.
+    #[serde(default)]
+    pub reads: Reads,
     /// A leader whose log writes take longer than this hands over to a member whose do not,
     /// milliseconds; 0: never.
     #[serde(default = "slow_disk_ms")]
@@ -243,6 +257,7 @@ impl Config {
             rebuild_after_ms: rebuild_after_ms(),
             capability_ms: capability_ms(),
             tick_ms: tick_ms(),
+            reads: Reads::default(),
             slow_disk_ms: slow_disk_ms(),
             scrub_every_s: scrub_every_s(),
             scrub_rate: scrub_rate(),

@@ -1,5 +1,7 @@
 //! Inputs that the driver gets from outside.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use parking_lot::Mutex;
 use raft::eraftpb::Message;
@@ -8,7 +10,9 @@ use strake_proto::{Error, Result, pb};
 use strake_runtime::watch;
 use tokio::sync::{mpsc, oneshot};
 
-use super::super::{members::Group, reads, transport::Word, types::MemberChange};
+use super::super::{
+    leader_lease::PublishedLease, members::Group, reads, transport::Word, types::MemberChange,
+};
 
 pub(super) type Reply = oneshot::Sender<Result<()>>;
 
@@ -29,6 +33,8 @@ pub(crate) struct Batch {
     pub applied: u64,
     pub disk: u32,
     pub level: u32,
+    /// For how long it gives no vote after it has heard from its leader; zero: not said.
+    pub vote_wait: Duration,
     pub endpoint: Option<Endpoint>,
     pub messages: Vec<Message>,
 }
@@ -56,4 +62,5 @@ pub(crate) struct Inputs {
 pub(crate) struct Shared {
     pub status: Mutex<pb::RaftStatus>,
     pub stopped: watch::Sender<Option<Error>>,
+    pub(in super::super) lease: PublishedLease,
 }

@@ -33,6 +33,7 @@ impl Driver {
         self.standing
             .peer_progress
             .insert(b.from, PeerProgress { at: self.env.boot(), applied, disk, level });
+        self.core.lease.note_vote_wait(b.from, b.vote_wait);
         let conf = self.core.conf();
         // A new member's configuration may be older than the group, and it knows of no other source
         // before its first copy.

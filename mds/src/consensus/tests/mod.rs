@@ -4,6 +4,7 @@ mod cluster;
 mod damage;
 mod disk;
 mod hostile;
+mod leases;
 mod shuffle;
 
 use std::{
@@ -39,6 +40,8 @@ impl Clock for TokioClock {
 struct Net {
     nodes: Mutex<BTreeMap<u32, Node>>,
     cut_off: Mutex<BTreeSet<u32>>,
+    /// Batches between members so far.
+    calls: std::sync::atomic::AtomicUsize,
     pool: Pool,
 }
 
@@ -68,6 +71,7 @@ impl Connection for Link {
         let bulk = request.opcode == strake_proto::opcode::SNAPSHOT;
         tokio::time::sleep(Duration::from_micros(if bulk { 20_000 } else { 100 })).await;
         let node = self.net.reach(self.me, self.to)?;
+        self.net.calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let answer = tokio::time::timeout(timeout, node.handle(request)).await;
         answer.map_err(|_| Error::new(Code::TimedOut, "no answer"))?
     }

@@ -28,8 +28,9 @@ impl State {
     }
 }
 
-struct Sim {
-    core: Core,
+pub(super) struct Sim {
+    pub(super) core: Core,
+    pub(super) clock: NodeClock,
     durable: LogImage,
     writes: VecDeque<(u64, Vec<LogOp>)>,
     state: State,
@@ -38,11 +39,20 @@ struct Sim {
     spoilt: bool,
 }
 
-struct World {
+/// A member's clock since boot.
+#[derive(Clone, Copy)]
+pub(super) struct NodeClock {
+    pub(super) offset: Duration,
+    pub(super) rate: f64,
+}
+
+pub(super) struct World {
     rng: u64,
-    nodes: BTreeMap<u64, Sim>,
-    flying: Vec<RaftMessage>,
-    blocked: BTreeSet<(u64, u64)>,
+    /// The true time; it stands still unless a test moves it.
+    pub(super) now: Duration,
+    pub(super) nodes: BTreeMap<u64, Sim>,
+    pub(super) flying: Vec<RaftMessage>,
+    pub(super) blocked: BTreeSet<(u64, u64)>,
     /// States being copied, by the number in their snapshot message.
     copies: BTreeMap<u64, State>,
     truth: BTreeMap<u64, (u64, Bytes)>,
@@ -61,9 +71,10 @@ fn config(id: u64) -> Config {
 }
 
 impl World {
-    fn new(seed: u64) -> World {
+    pub(super) fn new(seed: u64) -> World {
         let mut w = World {
             rng: seed,
+            now: Duration::ZERO,
             nodes: BTreeMap::new(),
             flying: vec![],
             blocked: BTreeSet::new(),
@@ -79,24 +90,36 @@ impl World {
             let durable = LogImage::new(if id < 4 { vec![1, 2, 3] } else { vec![] }, id);
             let core = Core::new(&config(id), durable.clone(), (0, 0), &[], w.rand()).unwrap();
             let (state, synced) = (State::default(), State::default());
-            w.nodes.insert(
-                id,
-                Sim { core, durable, writes: VecDeque::new(), state, synced, spoilt: false },
-            );
+            let clock = NodeClock { offset: Duration::from_secs(100), rate: 1.0 };
+            let (writes, spoilt) = (VecDeque::new(), false);
+            w.nodes.insert(id, Sim { core, clock, durable, writes, state, synced, spoilt });
         }
+        (1..=4).for_each(|id| w.introduce(id));
         w
+    }
+
+    /// Tells a member how long the others wait before they vote.
+    fn introduce(&mut self, id: u64) {
+        let lease = &mut self.node(id).core.lease;
+        (1..=4).for_each(|other| lease.note_vote_wait(other, config(other).vote_wait()));
+    }
+
+    /// What this member's clock shows.
+    pub(super) fn clock(&self, id: u64) -> Duration {
+        let c = self.nodes[&id].clock;
+        c.offset + self.now.mul_f64(c.rate)
     }
 
     fn rand(&mut self) -> u64 {
         splitmix64(&mut self.rng)
     }
-    fn below(&mut self, n: usize) -> usize {
+    pub(super) fn below(&mut self, n: usize) -> usize {
         (self.rand() % n.max(1) as u64) as usize
     }
-    fn anyone(&mut self) -> u64 {
+    pub(super) fn anyone(&mut self) -> u64 {
         1 + self.below(4) as u64
     }
-    fn node(&mut self, id: u64) -> &mut Sim {
+    pub(super) fn node(&mut self, id: u64) -> &mut Sim {
         self.nodes.get_mut(&id).unwrap()
     }
 
@@ -123,7 +146,7 @@ impl World {
     }
 
     /// As in the driver: a leader without a state lets another member lead.
-    fn tick(&mut self, id: u64) {
+    pub(super) fn tick(&mut self, id: u64) {
         let to = self.anyone();
         let n = self.node(id);
         n.core.tick();
@@ -135,7 +158,7 @@ impl World {
         }
     }
 
-    fn fly(&mut self) {
+    pub(super) fn fly(&mut self) {
         if self.flying.is_empty() {
             return;
         }
@@ -182,7 +205,7 @@ impl World {
         self.node(m.to).core.step(m);
     }
 
-    fn persist(&mut self, id: u64) {
+    pub(super) fn persist(&mut self, id: u64) {
         let n = self.node(id);
         if let Some((number, ops)) = n.writes.pop_front() {
             ops.iter().for_each(|op| n.durable.apply(op).unwrap());
@@ -210,7 +233,7 @@ impl World {
         }
     }
 
-    fn propose(&mut self, id: u64) {
+    pub(super) fn propose(&mut self, id: u64) {
         self.proposals += 1;
         let first = self.proposals;
         let count = 1 + self.below(3) as u64;
@@ -222,17 +245,18 @@ impl World {
         }
     }
 
-    fn read(&mut self, id: u64) {
+    pub(super) fn read(&mut self, id: u64) {
         if !self.nodes[&id].core.can_read() {
             return;
         }
         let number = self.reads.len() as u64;
         let least = self.truth.last_key_value().map_or(0, |(i, _)| *i);
         self.reads.insert(number, (least, false));
-        self.node(id).core.read_index(number);
+        let now = self.clock(id);
+        self.node(id).core.read_index(number, now);
     }
 
-    fn cut(&mut self, id: u64) {
+    pub(super) fn cut(&mut self, id: u64) {
         let keep = self.below(8) as u64;
         let n = self.node(id);
         if n.core.has_lost_state() {
@@ -249,7 +273,7 @@ impl World {
         }
     }
 
-    fn crash(&mut self, id: u64) {
+    pub(super) fn crash(&mut self, id: u64) {
         let survive = self.below(self.nodes[&id].writes.len() + 1);
         let (lose_state, lose_all, seed) = (self.below(2) == 0, self.below(5) == 0, self.rand());
         // Two lost states of three are more than the group can restore by itself.
@@ -268,6 +292,7 @@ impl World {
         let state = &n.state;
         n.core =
             Core::new(&config(id), n.durable.clone(), state.last(), &state.conf, seed).unwrap();
+        self.introduce(id);
     }
 
     /// The state turns out to be damaged: at once, or when the next entry is applied.
@@ -299,7 +324,7 @@ impl World {
         self.given_up[usize::from(!led)] += 1;
     }
 
-    fn block(&mut self) {
+    pub(super) fn block(&mut self) {
         if self.below(3) == 0 {
             return self.blocked.clear();
         }
@@ -311,7 +336,7 @@ impl World {
         }
     }
 
-    fn change(&mut self, id: u64) {
+    pub(super) fn change(&mut self, id: u64) {
         let (any, what, with) = (self.anyone(), self.below(4), self.anyone());
         let id = leader_of(&self.nodes).filter(|_| any != id).unwrap_or(id);
         // Members that wait for it are more likely to be promoted.
@@ -352,7 +377,7 @@ impl World {
         }
     }
 
-    fn drain(&mut self) {
+    pub(super) fn drain(&mut self) {
         for id in 1..=4 {
             while let Some(out) = self.node(id).core.ready() {
                 if let Some((index, _, conf)) = out.restore {
