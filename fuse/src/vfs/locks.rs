@@ -15,7 +15,7 @@ use std::{
 
 use parking_lot::Mutex;
 use strake_client::{Client, Holder, Lock, LockKind, LockType, Programs, Unlocking};
-use strake_proto::{Code, Error, Ino, Result, SessionId};
+use strake_proto::{Code, Ino, Result, SessionId};
 use strake_runtime::Record;
 use tokio::time::timeout;
 

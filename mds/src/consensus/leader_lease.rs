@@ -18,7 +18,7 @@ pub(super) const START_WAIT: Duration = Duration::from_millis(350);
 
 /// The lease of this member, should it lead.
 #[derive(Default)]
-pub struct LeaderLease {
+pub(super) struct LeaderLease {
     enabled: bool,
     /// How long each other member gives no vote after it has taken a message from its leader, by
     /// its own clock.

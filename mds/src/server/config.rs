@@ -17,7 +17,7 @@ const MAX_PER_TARGET: usize = 64;
 /// How a leader makes sure that it still leads when it answers a read (`docs/leader-lease.md`).
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
-pub enum Reads {
+pub enum ReadCheck {
     /// By a lease of a quarter of a second. Needs clocks whose rates differ by less than 10 %.
     #[default]
     Lease,
@@ -102,7 +102,7 @@ pub struct Config {
     pub tick_ms: u64,
     /// How a leader makes sure that it still leads when it answers a read.
     #[serde(default)]
-    pub reads: Reads,
+    pub reads: ReadCheck,
     /// A leader whose log writes take longer than this hands over to a member whose do not,
     /// milliseconds; 0: never.
     #[serde(default = "slow_disk_ms")]
@@ -257,7 +257,7 @@ impl Config {
             rebuild_after_ms: rebuild_after_ms(),
             capability_ms: capability_ms(),
             tick_ms: tick_ms(),
-            reads: Reads::default(),
+            reads: ReadCheck::default(),
             slow_disk_ms: slow_disk_ms(),
             scrub_every_s: scrub_every_s(),
             scrub_rate: scrub_rate(),

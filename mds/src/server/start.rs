@@ -19,7 +19,7 @@ use tokio::task::JoinHandle;
 use super::{
     changes::Changes,
     chunks::Trims,
-    config::{Config, Reads},
+    config::{Config, ReadCheck},
     disk_space::DiskSpace,
     fair::Fair,
     followers::{self, Followers},
@@ -112,7 +112,7 @@ pub(super) fn start_with(
             slow_write: Duration::from_millis(cfg.slow_disk_ms),
             log_bytes: disk.segment.max(LEAST_LOG_BYTES) as usize,
             level: cfg.feature_level,
-            lease_reads: cfg.reads == Reads::Lease,
+            lease_reads: cfg.reads == ReadCheck::Lease,
             ..consensus::Config::new(cfg.id, parts.cluster, peers)
         };
         let node =

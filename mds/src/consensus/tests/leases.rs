@@ -30,7 +30,8 @@ impl Timed {
 
     fn act(&mut self) {
         let w = &mut self.w;
-        w.now += Duration::from_micros(w.below(4000) as u64);
+        let passed = Duration::from_micros(w.below(4000) as u64);
+        w.now += passed;
         let id = w.anyone();
         match w.below(1000) {
             0..40 => w.propose(id),
@@ -175,7 +176,7 @@ async fn a_leader_cut_off_answers_until_its_lease_ends() {
         let (others, mut last) =
             ((1..=3).filter(|id| *id != old).map(|id| c.node(id)).collect::<Vec<_>>(), None);
         let at = tokio::time::Instant::now();
-        let leads = |n: &Node| n.status().state == "leader";
+        let leads = |n: &&Node| n.status().state == "leader";
         while !others.iter().any(leads) {
             assert!(at.elapsed() < Duration::from_secs(5), "nobody leads");
             let read = c.node(old).read_barrier();
