@@ -21,10 +21,11 @@ use tokio::{
 };
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT, MDS},
-    faults,
+    cluster::Cluster,
+    draw,
     ledger::Ledger,
     net::Weather,
+    nodes::{FIRST_CLIENT, MDS, servers},
     oracle::{CELL, fill},
     plant::Plant,
     run::in_cluster,
@@ -207,7 +208,7 @@ pub fn run(seed: u64, plant: Option<Plant>) -> Result<Outcome> {
 }
 
 async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Result<Outcome> {
-    cluster.hold_back();
+    cluster.write_back = None;
     let begun = Instant::now();
     let mut rng = StdRng::seed_from_u64(seed ^ 0xba70);
     if rng.random_bool(0.5) {
@@ -246,7 +247,7 @@ async fn simulate(seed: u64, plant: Option<Plant>, cluster: &mut Cluster) -> Res
         };
         players.push(tokio::spawn(player.run(stop.clone())));
     }
-    let storm = faults::storm(cluster.net.clone(), seed, faults::servers(), MESSAGE_EVERY);
+    let storm = draw::storm(cluster.net.clone(), seed, servers(), MESSAGE_EVERY);
     harm(cluster, &mut rng, &bell).await?;
     storm.abort();
     cluster.repair().await?;
@@ -293,7 +294,7 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, bell: &Bell) -> Result<()
                 // The other players need the dirty data that this client can no longer send.
                 let _ = timeout(Duration::from_secs(3), bell.rung.notified()).await;
                 let client = FIRST_CLIENT + bell.by.load(Relaxed).max(1);
-                cluster.cut_off(client, &nodes, false, None);
+                cluster.net.cut_off(client, &nodes, false, None);
                 sleep(Duration::from_millis(rng.random_range(6000..12_000))).await;
                 cluster.net.heal();
             }
@@ -301,7 +302,7 @@ async fn harm(cluster: &mut Cluster, rng: &mut StdRng, bell: &Bell) -> Result<()
                 let client = FIRST_CLIENT + rng.random_range(1..=CLIENTS);
                 let from = if rng.random_bool(0.5) { MDS } else { u32::MAX };
                 let from: Vec<u32> = nodes.iter().copied().filter(|n| *n <= from).collect();
-                cluster.cut_off(client, &from, false, None);
+                cluster.net.cut_off(client, &from, false, None);
                 sleep(Duration::from_millis(rng.random_range(500..12_000))).await;
                 cluster.net.heal();
             }

@@ -1,13 +1,16 @@
 //! A cluster in the simulator: real metadata servers, storage servers and clients on simulated
 //! disks, clocks and networks.
 
-mod tables;
+mod clocks;
+mod disks;
+mod life;
+pub(crate) mod tables;
 
-use std::{future::Future, path::PathBuf, sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
-pub use tables::Stored;
-
-use parking_lot::Mutex;
+use clocks::{Clocks, DRIFT};
+use disks::Harmed;
+use life::Life;
 use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
 use strake_client::{Client, FollowerReads};
 use strake_fabric::{Endpoint, Pool, Role};
@@ -18,7 +21,7 @@ use strake_mds::{
     server::{self as mds_server, MdsServer},
 };
 use strake_oss::{
-    device::mem::{MemDevice, Op, Tear},
+    device::mem::{MemDevice, Tear},
     engine::{Engine, Options, TargetIdentity},
     server::{self as oss_server, Ask, OssServer},
 };
@@ -29,10 +32,11 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
     clock::SimClock,
-    faults::Harm,
     ledger::Kind,
     members::Replacement,
     net::{Network, SimFabric, Weather},
+    nodes::{FIRST_CLIENT, FIRST_OSS, MDS, OSS},
+    scenario::Sync,
 };
 
 const CALM: Weather =
@@ -44,8 +48,6 @@ const LOG_LATENCY: Duration = Duration::from_millis(1);
 const TARGET_BYTES: u64 = 256 << 20;
 /// Storage servers scrub all the time.
 const SCRUB_EVERY_S: u64 = 3;
-/// Clock rates: no two differ by more than a tenth.
-const DRIFT: std::ops::Range<f64> = 0.955..1.045;
 /// Limits of leases low enough that three clients reach them.
 const SCARCE: Limits = Limits {
     term: Duration::from_millis(1500),
@@ -57,86 +59,13 @@ const SCARCE: Limits = Limits {
     hot: 4,
     of_writer: 1 << 20,
 };
-pub const MDS: u32 = 3;
-pub const OSS: u32 = 3;
-/// Node numbers of all metadata servers that may be members at some time of a run: one may be
-/// replaced.
-pub const ANY_MDS: std::ops::RangeInclusive<u32> = 1..=MDS + 1;
 /// Copies of each file, unless a run sets another number.
 const COPIES: u32 = 2;
-/// Node numbers on the network: metadata servers from 1, storage servers from 101, clients from
-/// 201.
-pub const FIRST_OSS: u32 = 101;
-pub const FIRST_CLIENT: u32 = 201;
-
 /// The client that always tries followers for reads. The other clients use the default.
 const FOLLOWING: u32 = 2;
 
-/// A sync that a build might forget.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Sync {
-    /// Of the Raft log.
-    Log,
-    /// Of a storage server's device.
-    Device,
-    /// Of a storage server's chunk table.
-    Table,
-}
-
-/// One run of a server's process: the server, or the error of its start, once either is known.
-struct Life<S> {
-    env: Env,
-    server: Arc<Mutex<Option<Result<S>>>>,
-}
-
-impl<S: Send + 'static> Life<S> {
-    fn begin(env: Env, starting: impl Future<Output = Result<S>> + Send + 'static) -> Life<S> {
-        let server = Arc::new(Mutex::new(None));
-        let started = server.clone();
-        env.spawn(async move {
-            let s = starting.await;
-            *started.lock() = Some(s);
-        });
-        Life { env, server }
-    }
-
-    /// Asks the server for something, if it is up.
-    fn ask<T>(&self, what: impl FnOnce(&S) -> T) -> Option<T> {
-        self.server.lock().as_ref().and_then(|s| s.as_ref().ok()).map(what)
-    }
-
-    /// Whether the server is up. Returns an error if it could not start.
-    fn is_up(&self) -> Result<bool> {
-        match &*self.server.lock() {
-            None => Ok(false),
-            Some(Ok(_)) => Ok(true),
-            Some(Err(e)) => Err(e.clone()),
-        }
-    }
-
-    fn end(self) {
-        self.env.kill();
-        let server = self.server.lock().take();
-        drop(server);
-    }
-}
-
-/// Counters of a node's disk when a fault of the disk began.
-#[derive(Clone, Copy)]
-struct Harmed {
-    what: Harm,
-    kind: Kind,
-    /// Operations so far (of a metadata server: writes of its log), and those that had failed or
-    /// returned wrong data.
-    done: u64,
-    failed: u64,
-    /// An operation was under way at the node when the fault began.
-    busy: bool,
-}
-
 struct Mds {
     node: u32,
-    clock: SimClock,
     log: Arc<MemLog>,
     store: Arc<MemStore>,
     disk: Option<Harmed>,
@@ -145,7 +74,6 @@ struct Mds {
 
 struct Oss {
     node: u32,
-    clock: SimClock,
     device: Arc<MemDevice>,
     table: Arc<MemStore>,
     formatted: bool,
@@ -157,10 +85,9 @@ struct Oss {
 }
 
 impl Oss {
-    fn new(node: u32, clock: SimClock) -> Oss {
+    fn new(node: u32) -> Oss {
         Oss {
             node,
-            clock,
             device: Arc::new(MemDevice::new(TARGET_BYTES)),
             table: Arc::new(MemStore::new()),
             formatted: false,
@@ -173,7 +100,8 @@ impl Oss {
 
 pub struct Cluster {
     pub net: Network,
-    copies: u32,
+    /// Copies of each file. To be set before anything is started.
+    pub copies: u32,
     rng: StdRng,
     start: Instant,
     /// The session term, if it is not the default.
@@ -184,10 +112,10 @@ pub struct Cluster {
     pub first_level: Option<u32>,
     /// See [`Cluster::widen`].
     wide: Option<StdRng>,
-    client_clocks: Vec<SimClock>,
+    clocks: Clocks,
     client_envs: Vec<Env>,
     /// Clients whose number has this remainder modulo 2 use write-back; `None`: all clients do.
-    write_back: Option<u32>,
+    pub write_back: Option<u32>,
     mds: Vec<Mds>,
     oss: Vec<Oss>,
     /// What servers that were killed had scrubbed.
@@ -229,17 +157,21 @@ impl Cluster {
         let voters: Vec<u64> = (1..=u64::from(MDS)).collect();
         let skew =
             |rng: &mut StdRng| SimClock::new(start, rng.random_range(-20_000_000..20_000_000));
-        let mds = (1..=MDS)
-            .map(|node| Mds {
+        let (mut clocks, mut mds, mut oss) = (Clocks::default(), Vec::new(), Vec::new());
+        for node in 1..=MDS {
+            clocks.servers.insert(node, skew(&mut rng));
+            mds.push(Mds {
                 node,
-                clock: skew(&mut rng),
                 log: Arc::new(MemLog::new(voters.clone(), rng.random(), LOG_LATENCY)),
                 store: Arc::new(MemStore::new()),
                 disk: None,
                 life: None,
-            })
-            .collect();
-        let oss = (0..OSS).map(|n| Oss::new(FIRST_OSS + n, skew(&mut rng))).collect();
+            });
+        }
+        for node in FIRST_OSS..FIRST_OSS + OSS {
+            clocks.servers.insert(node, skew(&mut rng));
+            oss.push(Oss::new(node));
+        }
         Cluster {
             net,
             copies: COPIES,
@@ -249,7 +181,7 @@ impl Cluster {
             rebuild_after: None,
             first_level: None,
             wide: None,
-            client_clocks: Vec::new(),
+            clocks,
             client_envs: Vec::new(),
             write_back: Some(seed as u32 % 2),
             mds,
@@ -271,21 +203,6 @@ impl Cluster {
         self.oss.iter_mut().for_each(|o| o.device = Arc::new(MemDevice::new(bytes)));
     }
 
-    /// Gives each file a copy on every storage server. To be called before anything is started.
-    pub fn copy_everywhere(&mut self) {
-        self.copies = OSS;
-    }
-
-    /// Turns on write-back for all clients.
-    pub fn hold_back(&mut self) {
-        self.write_back = None;
-    }
-
-    fn clocks(&self) -> impl Iterator<Item = &SimClock> {
-        let servers = self.mds.iter().map(|m| &m.clock).chain(self.oss.iter().map(|o| &o.clock));
-        servers.chain(&self.client_clocks)
-    }
-
     /// Wide runs only: gives each boot clock another rate from now on, and lets some clients' wall
     /// clocks jump.
     pub fn drift(&mut self) {
@@ -295,13 +212,7 @@ impl Cluster {
 
     /// The same in any kind of run; `dice` is the seed.
     pub fn drift_by(&mut self, dice: u64) {
-        let mut rng = StdRng::seed_from_u64(dice);
-        self.clocks().for_each(|c| c.set_rate(rng.random_range(DRIFT)));
-        for c in &self.client_clocks {
-            if rng.random_bool(0.3) {
-                c.set_skew(rng.random_range(-240..240) * 1_000_000_000);
-            }
-        }
+        self.clocks.drift_by(dice);
         let counts = self.nodes().iter().any(|n| self.net.is_busy(*n));
         self.net.made(Kind::ClockDrift, counts);
     }
@@ -309,10 +220,7 @@ impl Cluster {
     /// Gives a node's boot clock the slowest rate that is allowed and all others the fastest.
     pub fn slow_clock(&mut self, node: u32) {
         self.net.note(&format!("the clock of {node} is slow"));
-        self.clocks().for_each(|c| c.set_rate(DRIFT.end));
-        let mds = self.mds.iter().filter(|m| m.node == node).map(|m| &m.clock);
-        let oss = self.oss.iter().filter(|o| o.node == node).map(|o| &o.clock);
-        mds.chain(oss).for_each(|c| c.set_rate(DRIFT.start));
+        self.clocks.slow(node);
         self.net.made(Kind::ClockDrift, self.net.is_busy(node));
     }
 
@@ -349,7 +257,7 @@ impl Cluster {
             if tables::set_aside_if_damaged(&m.store)? {
                 self.net.note(&format!("the state of {node} is set aside"));
             }
-            let env = m.clock.env(seed);
+            let env = self.clocks.of(node).env(seed);
             let parts = mds_server::Parts {
                 env: env.clone(),
                 fabric: Arc::new(self.net.fabric(node, Role::Server, env.clone())),
@@ -376,7 +284,7 @@ impl Cluster {
             self.mend_disk(node);
             self.format_once(i).await?;
             let o = &self.oss[i];
-            let env = o.clock.env(seed);
+            let env = self.clocks.of(node).env(seed);
             let fabric = Arc::new(self.net.fabric(node, Role::Server, env.clone()));
             let (device, table, of_life) = (o.device.clone(), o.table.clone(), env.clone());
             let starting = async move {
@@ -401,7 +309,7 @@ impl Cluster {
 
     /// Whether all of these servers that were started are up. Returns an error if one could not
     /// start.
-    fn are_up(&self, nodes: &[u32]) -> Result<bool> {
+    pub(crate) fn are_up(&self, nodes: &[u32]) -> Result<bool> {
         let failed = |node: u32| move |e: Error| e.context(format!("starting node {node}"));
         let mut all = true;
         for m in self.mds.iter().filter(|m| nodes.contains(&m.node)) {
@@ -517,14 +425,6 @@ impl Cluster {
         self.net.node_died(node);
     }
 
-    /// Ends a client at once.
-    pub fn kill_client(&self, node: u32, env: &Env) {
-        self.net.note(&format!("kill client {node}"));
-        self.net.made(Kind::ClientDeath, self.net.is_busy(node));
-        env.kill();
-        self.net.node_died(node);
-    }
-
     /// Chunks scrubbed so far.
     pub fn scrubbed(&self) -> Scrubbed {
         let mut all = self.scrubbed;
@@ -566,7 +466,7 @@ impl Cluster {
         if let Some(rng) = &mut self.wide {
             clock.set_rate(rng.random_range(DRIFT));
         }
-        self.client_clocks.push(clock);
+        self.clocks.clients.push(clock);
         self.client_envs.push(env.clone());
         let fabric = Arc::new(self.net.fabric(node, Role::Client, env.clone()));
         let mut config = strake_client::Config::new((1..=MDS).map(Endpoint::Sim).collect());
@@ -608,152 +508,26 @@ impl Cluster {
         self.map().is_some_and(|m| !m.chains.is_empty() && m.chains.iter().all(rests))
     }
 
-    /// Cuts the link between two nodes, in both directions or only from `a` to `b`, until a given
-    /// time or for ever.
-    pub fn cut(&mut self, a: u32, b: u32, one_way: bool, until: Option<Instant>) {
-        self.net.note(&format!("cut {a} {b} one_way={one_way}"));
-        let fault = self.net.cutting(if one_way { Kind::OneWay } else { Kind::Partition });
-        self.net.block(a, b, fault, until);
-        if !one_way {
-            self.net.block(b, a, fault, until);
-        }
-    }
-
-    /// Cuts a node off from these others, which counts as one fault: in both directions, or only
-    /// what they send to it.
-    pub fn cut_off(&mut self, node: u32, from: &[u32], one_way: bool, until: Option<Instant>) {
-        self.net.note(&format!("cut off {node} from {from:?} one_way={one_way}"));
-        let fault = self.net.cutting(if one_way { Kind::OneWay } else { Kind::Partition });
-        for n in from {
-            self.net.block(*n, node, fault, until);
-            if !one_way {
-                self.net.block(node, *n, fault, until);
-            }
-        }
-    }
-
     /// Cuts a node off from all others, in both directions or one.
     pub fn isolate(&mut self, node: u32, one_way: bool, until: Option<Instant>) {
         let clients = (0..10).map(|n| FIRST_CLIENT + n);
         let others: Vec<u32> =
             self.nodes().into_iter().filter(|n| *n != node).chain(clients).collect();
-        self.cut_off(node, &others, one_way, until);
+        self.net.cut_off(node, &others, one_way, until);
     }
 
     /// Sets the offset of a node's wall clock.
     pub fn jump_clock(&mut self, node: u32, seconds: i64) {
         self.net.note(&format!("clock of {node} jumps to {seconds} s"));
         self.net.made(Kind::ClockJump, self.is_up(node) && self.net.is_busy(node));
-        self.set_clock(node, seconds);
-    }
-
-    fn set_clock(&self, node: u32, seconds: i64) {
-        let mds = self.mds.iter().filter(|m| m.node == node).map(|m| &m.clock);
-        let oss = self.oss.iter().filter(|o| o.node == node).map(|o| &o.clock);
-        for clock in mds.chain(oss) {
-            clock.set_skew(seconds * 1_000_000_000);
-        }
-    }
-
-    /// Breaks a node's disk in some way until [`Cluster::mend_disk`]. A metadata server's disk can
-    /// only be full or slow.
-    pub fn harm_disk(&mut self, node: u32, what: Harm, dice: u64) {
-        self.mend_disk(node);
-        let kind = match what {
-            Harm::Slow(_) | Harm::Crawl(_) => Kind::DiskSlow,
-            Harm::Full | Harm::Filled => Kind::DiskFull,
-            Harm::Error => Kind::DiskError,
-            Harm::Corrupt => Kind::DiskCorrupt,
-        };
-        let busy = self.net.is_busy(node);
-        if let Some(m) = self.mds.iter_mut().find(|m| m.node == node) {
-            match what {
-                Harm::Slow(by) | Harm::Crawl(by) => m.log.set_latency(LOG_LATENCY + by),
-                Harm::Full | Harm::Filled => {
-                    m.log.set_fault(Some(Error::new(Code::NoSpc, "injected fault")))
-                }
-                Harm::Error | Harm::Corrupt => return,
-            }
-            m.disk =
-                Some(Harmed { what, kind, done: m.log.writes(), failed: m.log.refused(), busy });
-        }
-        if let Some(o) = self.oss.iter_mut().find(|o| o.node == node) {
-            let c = o.device.counters();
-            o.disk = Some(Harmed {
-                what,
-                kind,
-                done: c.reads + c.writes + c.flushes,
-                failed: c.failed,
-                busy,
-            });
-            o.harmed |= !matches!(what, Harm::Slow(_) | Harm::Crawl(_));
-            match what {
-                Harm::Slow(by) => o.device.set_latency(&[Op::Write, Op::Flush], by),
-                Harm::Crawl(by) => o.device.set_latency(&[Op::Read, Op::Write, Op::Flush], by),
-                Harm::Full => (0..5).for_each(|n| o.device.fail(Op::Write, n, Code::NoSpc)),
-                Harm::Filled => {
-                    o.device.fill_up();
-                    o.table.fail_next(strake_store::mem::Fault::Commit, u64::MAX, Code::NoSpc);
-                }
-                Harm::Error => o.device.fail(Op::Write, 0, Code::Io),
-                Harm::Corrupt => o.device.corrupt_read(dice),
-            }
-        }
-        self.net.note(&format!("disk of {node}: {what:?}"));
-        self.net.made(kind, false);
-    }
-
-    /// From now on a block of a storage server's disk that another disk has, too, is stored with a
-    /// wrong bit, whether the server is up or not.
-    pub fn decay(&mut self, node: u32, dice: u64) {
-        let Some(o) = self.oss.iter().find(|o| o.node == node) else { return };
-        let elsewhere = |b: &[u8]| self.oss.iter().any(|o| o.node != node && o.device.holds(b));
-        let Some(at) = o.device.pick(dice, |b| is_written(b) && elsewhere(b)) else { return };
-        o.device.flip_bit(at + dice % 4096, (dice >> 40) as u8);
-        self.net.note(&format!("block {at} of {node} decays"));
-        self.net.made(Kind::Decay, self.nodes().iter().any(|n| self.net.is_busy(*n)));
-    }
-
-    /// Ends the fault of a node's disk. The fault counts if an operation of the disk met it, and an
-    /// operation of the node was under way when it began or ends. Returns whether the server must
-    /// be restarted to serve again.
-    pub fn mend_disk(&mut self, node: u32) -> bool {
-        let busy = self.net.is_busy(node);
-        let counts = |h: Harmed, done: u64, failed: u64| {
-            let met = match h.what {
-                Harm::Slow(_) | Harm::Crawl(_) => done > h.done,
-                _ => failed > h.failed,
-            };
-            met && (h.busy || busy)
-        };
-        if let Some(m) = self.mds.iter_mut().find(|m| m.node == node)
-            && let Some(h) = m.disk.take()
-        {
-            if counts(h, m.log.writes(), m.log.refused()) {
-                self.net.counts(h.kind);
-            }
-            m.log.set_fault(None);
-            m.log.set_latency(LOG_LATENCY);
-        }
-        if let Some(o) = self.oss.iter_mut().find(|o| o.node == node)
-            && let Some(h) = o.disk.take()
-        {
-            let c = o.device.counters();
-            if counts(h, c.reads + c.writes + c.flushes, c.failed) {
-                self.net.counts(h.kind);
-            }
-            o.device.end_faults();
-            o.table.fail_next(strake_store::mem::Fault::Commit, 0, Code::NoSpc);
-            o.device.set_latency(&[Op::Read, Op::Write, Op::Flush], Duration::ZERO);
-            return o.harmed;
-        }
-        false
+        self.clocks.set(node, seconds);
     }
 
     /// Adds a storage server with a new target and returns its node; it is not started yet.
     pub fn join(&mut self) -> u32 {
         let node = FIRST_OSS + self.oss.len() as u32;
-        self.oss.push(Oss::new(node, SimClock::new(self.start, 0)));
+        self.clocks.servers.insert(node, SimClock::new(self.start, 0));
+        self.oss.push(Oss::new(node));
         let counts = self.nodes().iter().any(|n| self.net.is_busy(*n));
         self.net.made(Kind::Joined, counts);
         node
@@ -763,8 +537,9 @@ impl Cluster {
     pub async fn replace_mds(&mut self, old: u32) -> Result<()> {
         let (node, stamp) = (MDS + 1, self.rng.random());
         let log = Arc::new(MemLog::new(Vec::new(), stamp, LOG_LATENCY));
-        let (clock, store) = (SimClock::new(self.start, 0), Arc::new(MemStore::new()));
-        self.mds.push(Mds { node, clock, log, store, disk: None, life: None });
+        let store = Arc::new(MemStore::new());
+        self.clocks.servers.insert(node, SimClock::new(self.start, 0));
+        self.mds.push(Mds { node, log, store, disk: None, life: None });
         self.launch(node).await?;
         self.replacement = Some(Replacement::begin(self, old, node));
         Ok(())
@@ -776,6 +551,7 @@ impl Cluster {
             self.mend_disk(r.old);
             self.end_life(r.old);
             self.mds.retain(|m| m.node != r.old);
+            self.clocks.servers.remove(&r.old);
         }
     }
 
@@ -796,7 +572,7 @@ impl Cluster {
         self.net.end_strikes();
         self.net.set_weather(CALM);
         for node in self.nodes() {
-            self.set_clock(node, 0);
+            self.clocks.set(node, 0);
             self.mend_disk(node);
             if self.oss.iter().any(|o| o.node == node && o.harmed) {
                 self.end_life(node);
@@ -817,18 +593,6 @@ impl Cluster {
         self.oss.iter_mut().filter_map(|o| o.life.take()).for_each(Life::end);
         self.net.end();
     }
-}
-
-/// Whether a block begins with a pattern that clients write.
-fn is_written(block: &[u8]) -> bool {
-    let word = |at: usize| block[at..].first_chunk().map_or(0, |w| u64::from_le_bytes(*w));
-    word(0) != 0 && word(8) == word(0).wrapping_add(1)
-}
-
-/// A variant, 0 to 3, by which runs differ beside their faults. Kinds of run repeat every 20 seeds,
-/// so all of 20 seeds in a row get the same variant.
-pub fn flavour(seed: u64) -> u64 {
-    seed / 20 % 4
 }
 
 fn mds_config(node: u32, copies: u32) -> mds_server::Config {

@@ -129,7 +129,7 @@ pub fn run(seed: u64) -> Result<Outcome> {
 }
 
 async fn simulate(seed: u64, cluster: &mut Cluster) -> Result<Outcome> {
-    cluster.hold_back();
+    cluster.write_back = None;
     cluster.shrink(TARGET_BYTES);
     for node in cluster.nodes() {
         cluster.start(node).await?;

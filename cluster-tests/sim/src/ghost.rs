@@ -61,7 +61,7 @@ impl Ghost {
     pub fn die(&mut self, cluster: &Cluster, at_once: bool) {
         if !self.dead && (at_once || Instant::now() >= self.dies) {
             self.dead = true;
-            cluster.kill_client(self.node, &self.env);
+            cluster.net.kill_client(self.node, &self.env);
         }
     }
 

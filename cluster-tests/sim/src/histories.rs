@@ -17,10 +17,11 @@ use strake_runtime::Env;
 use tokio::time::{Instant, sleep};
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT, MDS},
-    faults,
+    cluster::Cluster,
+    draw,
     ledger::{Kind, Ledger},
     net::Weather,
+    nodes::{FIRST_CLIENT, MDS},
     plant::Plant,
     run::in_cluster,
     workload::root,
@@ -285,7 +286,7 @@ async fn simulate(s: Scenario, cluster: &mut Cluster) -> Result<Report> {
     for place in 1..=CLIENTS {
         run.start(cluster, &mut rng, place, OPS, Vec::new());
     }
-    let storm = faults::storm(cluster.net.clone(), s.seed, (1..=MDS).collect(), MESSAGE_EVERY);
+    let storm = draw::storm(cluster.net.clone(), s.seed, (1..=MDS).collect(), MESSAGE_EVERY);
     run.harm(cluster, &mut rng).await?;
     storm.abort();
     cluster.repair().await?;
@@ -479,7 +480,7 @@ impl Run {
             (0..self.workers.len()).filter(|i| self.workers[*i].works()).collect();
         let Some(victim) = at_work.choose(rng) else { return };
         let victim = self.workers.swap_remove(*victim);
-        cluster.kill_client(FIRST_CLIENT + victim.place, &victim.env);
+        cluster.net.kill_client(FIRST_CLIENT + victim.place, &victim.env);
         self.recorder.lock().died(victim.id);
         let stats = victim.stats().unwrap_or_default();
         self.retired.0 += stats.retries;

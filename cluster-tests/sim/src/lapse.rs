@@ -19,9 +19,11 @@ use strake_proto::{Code, Error, Result};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT, FIRST_OSS, MDS, OSS},
-    faults::{self, Strike},
+    cluster::Cluster,
+    draw,
+    faults::Strike,
     ledger::{Kind, Ledger},
+    nodes::{FIRST_CLIENT, FIRST_OSS, MDS, OSS, servers},
     run::{in_cluster, wait_whole},
     scribes,
     truth::{self, Truth},
@@ -97,8 +99,7 @@ async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared) -> Result<()
         tasks.push(tokio::spawn(truth(rng.random()).run(stop.clone())));
         tasks.push(tokio::spawn(truth(rng.random()).in_a_hurry(HURRY).run(stop.clone())));
     }
-    let storm =
-        faults::storm_of(cluster.net.clone(), seed, faults::servers(), MESSAGE_EVERY, strike);
+    let storm = draw::storm_of(cluster.net.clone(), seed, servers(), MESSAGE_EVERY, strike);
     for _ in 0..ROUNDS {
         sleep(Duration::from_millis(rng.random_range(100..1000))).await;
         match rng.random_bool(0.5) {
@@ -125,7 +126,7 @@ async fn simulate(seed: u64, cluster: &mut Cluster, found: &Shared) -> Result<()
 /// come earlier: before the chunk has changed so often that its record no longer knows the first
 /// copy. Copies over connections that were given up may come at any time.
 fn strike(rng: &mut StdRng) -> Strike {
-    match faults::strike(rng) {
+    match draw::strike(rng) {
         Strike::Repeat(late) => Strike::Repeat(late / 8),
         other => other,
     }
@@ -139,7 +140,7 @@ async fn leader_dies(cluster: &mut Cluster, rng: &mut StdRng) -> Result<()> {
     let (client, all): (u32, Vec<u32>) =
         (FIRST_CLIENT + rng.random_range(1..=CLIENTS), (1..=MDS).collect());
     let until = Instant::now() + Duration::from_millis(rng.random_range(CUT_MS));
-    cluster.cut_off(client, &all, false, Some(until));
+    cluster.net.cut_off(client, &all, false, Some(until));
     sleep(Duration::from_millis(rng.random_range(0..200))).await;
     cluster.kill(leader, rng.random_bool(0.5));
     tokio::time::sleep_until(until).await;

@@ -10,7 +10,8 @@ use strake_proto::{Code, Error, Result};
 use tokio::time::sleep;
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT},
+    cluster::Cluster,
+    nodes::FIRST_CLIENT,
     plant::Plant,
     run::in_cluster,
     workload::{RDWR, read_all, root},

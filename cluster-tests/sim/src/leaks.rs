@@ -22,8 +22,9 @@ use strake_proto::{
 use tokio::time::{Instant, sleep};
 
 use crate::{
-    cluster::{ANY_MDS, Cluster},
+    cluster::Cluster,
     net::SimFabric,
+    nodes::ANY_MDS,
     workload::{Shared, root},
 };
 

@@ -7,15 +7,14 @@ use serde_json::json;
 use strake_histories::{explain::explain, search::LIMIT};
 use strake_proto::Result;
 use strake_sim::{
-    baton,
-    cluster::Sync,
-    coverage, histories, lapse,
+    baton, coverage, histories, lapse,
     ledger::Ledger,
     mix::{self, Mode},
     outage,
     plant::Plant,
     rivals,
-    run::{Scenario, run},
+    run::run,
+    scenario::{Scenario, Sync},
     shrink::shrink,
 };
 

@@ -15,11 +15,7 @@ use strake_fabric::{Endpoint, Fabric, Message, Role};
 use strake_proto::{Code, Error, FEATURE_LEVEL, Result, opcode, pb};
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::{
-    cluster::{ANY_MDS, Cluster},
-    ledger::Kind,
-    net::SimFabric,
-};
+use crate::{cluster::Cluster, ledger::Kind, net::SimFabric, nodes::ANY_MDS};
 use pb::members_request::Change;
 
 /// The administrator's number on the network.

@@ -6,10 +6,7 @@ use strake_histories::{explain::explain, search::LIMIT};
 use strake_proto::Result;
 
 use crate::{
-    baton, faults, histories, lapse,
-    ledger::Ledger,
-    rivals,
-    run::{self, Scenario},
+    baton, draw, histories, lapse, ledger::Ledger, rivals, run, scenario::Scenario,
     shrink::readable,
 };
 
@@ -151,7 +148,7 @@ pub fn one(mode: Mode, seed: u64) -> Done {
 }
 
 fn of_files(mode: Mode, s: Scenario) -> Result<Done> {
-    let list = faults::draw(&s);
+    let list = draw::draw(&s);
     let o = run::run_with(s, &list)?;
     let mut details = String::new();
     if !o.violations.is_empty() {

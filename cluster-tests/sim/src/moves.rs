@@ -6,14 +6,15 @@ use prost::Message as _;
 use rand::{RngExt, rngs::StdRng};
 use strake_fabric::{Endpoint, Fabric, Message, Role};
 use strake_mds::cluster::moves::target_action::{DRAIN, KEEP};
-use strake_proto::{Code, Error, Result, TargetId, opcode, pb};
+use strake_proto::{Code, Error, Result, opcode, pb};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
-    cluster::{ANY_MDS, Cluster, OSS},
-    faults::{Fault, Timed},
+    cluster::Cluster,
+    faults::{Change, Fault, Timed},
     ledger::Kind,
     net::SimFabric,
+    nodes::{ANY_MDS, OSS},
 };
 
 /// The administrator's number on the network.
@@ -21,13 +22,6 @@ const ADMIN: u32 = 240;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Longer than servers take to recover.
 const RECOVERY: Duration = Duration::from_secs(120);
-
-/// A decision of the administrator.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Change {
-    Drain { target: TargetId, heir: Option<TargetId> },
-    Keep { target: TargetId },
-}
 
 /// Decisions of a run of this length: a target is drained and kept again some time later, then the
 /// next.

@@ -21,9 +21,10 @@ use tokio::{
 };
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT, FIRST_OSS},
-    faults::{Harm, called},
+    cluster::Cluster,
+    faults::Harm,
     ledger::Ledger,
+    nodes::{FIRST_CLIENT, FIRST_OSS, called},
     oracle::{CELL, fill},
     run::{in_cluster, wait_whole},
     workload::{Findings, RDWR, Shared, read_all, root},
@@ -163,7 +164,7 @@ async fn one(cluster: &mut Cluster, rng: &mut StdRng, now: &Arc<Mutex<Now>>) -> 
                 called(a),
                 called(b)
             ));
-            cluster.cut(a, b, one_way, until);
+            cluster.net.cut(a, b, one_way, until);
         }
         _ => {
             // A full disk of a storage server is left out: the writer gets that error.

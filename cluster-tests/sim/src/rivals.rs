@@ -11,8 +11,9 @@ use strake_proto::{Code, Error, Ino, Result};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::{
-    cluster::{Cluster, FIRST_CLIENT, FIRST_OSS, MDS, OSS},
+    cluster::Cluster,
     ledger::Ledger,
+    nodes::{FIRST_CLIENT, FIRST_OSS, MDS, OSS},
     plant::Plant,
     run::in_cluster,
     workload::{RDWR, read_all, root},
@@ -146,8 +147,8 @@ async fn one_round(
         ((1..=MDS).collect(), (FIRST_OSS..FIRST_OSS + OSS).collect());
     match reach {
         Reach::All => {}
-        Reach::Metadata => cluster.cut_off(FIRST_CLIENT, &oss, false, None),
-        Reach::Nobody => cluster.cut_off(FIRST_CLIENT, &[mds, oss].concat(), false, None),
+        Reach::Metadata => cluster.net.cut_off(FIRST_CLIENT, &oss, false, None),
+        Reach::Nobody => cluster.net.cut_off(FIRST_CLIENT, &[mds, oss].concat(), false, None),
     }
     let ended = call.await.map_err(|e| Error::new(Code::Io, format!("a writer failed: {e}")))?;
     let took = begun.elapsed();

@@ -6,8 +6,11 @@ use std::time::Duration;
 use strake_proto::{Result, opcode};
 
 use crate::{
-    faults::{self, Timed, called},
-    run::{CLIENTS, Outcome, Scenario, TASKS, run_with},
+    draw,
+    faults::Timed,
+    nodes::{CLIENTS, called},
+    run::{Outcome, run_with},
+    scenario::{Scenario, TASKS},
 };
 
 /// How many events of the trace are shown before the broken promise was found.
@@ -114,7 +117,7 @@ impl Search<'_> {
 
 /// Shrinks a run, in at most `most` runs. `None`: the run breaks no promise.
 pub fn shrink(s: Scenario, most: usize, progress: &mut dyn FnMut(&str)) -> Result<Option<Short>> {
-    let mut faults = faults::draw(&s);
+    let mut faults = draw::draw(&s);
     let (mut scenario, of) = (s, faults.len());
     let failed = run_with(s, &faults)?;
     let Some(first) = failed.violations.first() else { return Ok(None) };

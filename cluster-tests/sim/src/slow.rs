@@ -10,8 +10,9 @@ use strake_proto::{Code, Error, Result, TargetId, map::ChainExt, pb};
 use tokio::time::{Instant, sleep};
 
 use crate::{
-    cluster::{Cluster, FIRST_OSS},
+    cluster::Cluster,
     faults::Harm,
+    nodes::FIRST_OSS,
     run::in_cluster,
     workload::{RDWR, read_all, root},
 };

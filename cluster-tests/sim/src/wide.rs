@@ -1,4 +1,4 @@
-//! What wide runs add ([`crate::run::Scenario::wide`]): clients that look at files while others
+//! What wide runs add ([`crate::scenario::Scenario::wide`]): clients that look at files while others
 //! write them, and a stranger that speaks the protocol by hand and breaks its rules.
 
 use std::{
@@ -26,8 +26,9 @@ use strake_proto::{
 use tokio::{task::JoinHandle, time::sleep};
 
 use crate::{
-    cluster::{Cluster, MDS},
+    cluster::Cluster,
     net::SimFabric,
+    nodes::MDS,
     workload::{End, FILE_BYTES, FILES, Shared, root},
 };
 

@@ -12,7 +12,8 @@ use std::{
 use strake_sim::{
     cluster::Cluster,
     coverage,
-    run::{Scenario, run},
+    run::run,
+    scenario::Scenario,
     workload::{RDWR, root},
 };
 use tokio::time::sleep;

@@ -11,29 +11,7 @@ use strake_store::{MemStore, MetaStore as _};
 use tokio::time::sleep;
 
 use super::Cluster;
-use crate::ledger::Kind;
-
-/// What decays.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stored {
-    /// A bit of a record in a chunk table, below the store's own checksums: only the record's
-    /// checksum can show it.
-    Table,
-    /// A record of the metadata state; the store finds its checksum wrong.
-    State,
-    /// The Raft log, at a place that its member may have acknowledged.
-    Log,
-}
-
-impl Stored {
-    pub fn kind(self) -> Kind {
-        match self {
-            Stored::Table => Kind::TableDecay,
-            Stored::State => Kind::StateDecay,
-            Stored::Log => Kind::LogDecay,
-        }
-    }
-}
+use crate::faults::Stored;
 
 impl Cluster {
     /// Damages something on a node's disk; `dice` decides what. `busy`: an operation was under way
@@ -59,22 +37,22 @@ impl Cluster {
             self.net.made(what.kind(), busy);
         }
     }
+}
 
-    /// Checks that a metadata server whose log is damaged refuses to start: otherwise it could
-    /// vote, or claim entries that it may have lost. Returns an error if it does start.
-    pub async fn refuses(&mut self, node: u32) -> Result<()> {
-        self.launch(node).await?;
-        for _ in 0..1000 {
-            sleep(Duration::from_millis(1)).await;
-            match self.are_up(&[node]) {
-                Err(e) if e.message.contains("damaged") => return Ok(()),
-                Err(e) => return Err(e.context("not because its log is damaged")),
-                Ok(true) => break,
-                Ok(false) => {}
-            }
+/// Checks that a metadata server whose log is damaged refuses to start: otherwise it could
+/// vote, or claim entries that it may have lost. Returns an error if it does start.
+pub async fn refuses(cluster: &mut Cluster, node: u32) -> Result<()> {
+    cluster.launch(node).await?;
+    for _ in 0..1000 {
+        sleep(Duration::from_millis(1)).await;
+        match cluster.are_up(&[node]) {
+            Err(e) if e.message.contains("damaged") => return Ok(()),
+            Err(e) => return Err(e.context("not because its log is damaged")),
+            Ok(true) => break,
+            Ok(false) => {}
         }
-        Err(Error::new(Code::Corrupt, format!("metadata server {node} started on a damaged log")))
     }
+    Err(Error::new(Code::Corrupt, format!("metadata server {node} started on a damaged log")))
 }
 
 /// As [`start_on_disk`](strake_mds::server::start_on_disk) does with a state that cannot be opened:

@@ -4,7 +4,8 @@
 use strake_sim::{
     coverage,
     ledger::{Kind, Ledger},
-    run::{Scenario, run},
+    run::run,
+    scenario::Scenario,
 };
 
 #[test]

@@ -3,7 +3,8 @@
 use strake_sim::{
     ledger::Ledger,
     mix::{Mode, one},
-    run::{Scenario, TASKS, run},
+    run::run,
+    scenario::{Scenario, TASKS},
 };
 
 #[test]

@@ -1,6 +1,6 @@
 //! Seeds that found a bug; the faults are those of harsh runs.
 
-use strake_sim::run::{Scenario, run};
+use strake_sim::{run::run, scenario::Scenario};
 
 fn holds(seed: u64) {
     let report = run(Scenario::harsh(seed)).unwrap();

@@ -3,8 +3,8 @@
 //! they are only checked to fit the code.
 
 use strake_sim::{
-    cluster::Sync,
-    run::{Scenario, run},
+    run::run,
+    scenario::{Scenario, Sync},
 };
 
 /// Some seed must break a promise: bytes or names are lost, or servers or chains do not recover.

@@ -1,6 +1,6 @@
 //! Twenty seeds, each run twice: no promise is broken, and both runs are equal to the byte.
 
-use strake_sim::run::{Scenario, run};
+use strake_sim::{run::run, scenario::Scenario};
 
 fn twice(seed: u64) {
     let first = run(Scenario::new(seed)).unwrap();

@@ -1,9 +1,9 @@
 //! A failing run is shrunk, and the short run fails in the same way.
 
 use strake_sim::{
-    cluster::Sync,
-    faults,
-    run::{Scenario, run, run_with},
+    draw,
+    run::{run, run_with},
+    scenario::{Scenario, Sync},
     shrink::{promise, shrink},
 };
 
@@ -18,7 +18,7 @@ fn a_planted_mistake_becomes_short() {
     let before = run(planted(seed)).unwrap();
     let short = shrink(planted(seed), 120, &mut |step| println!("{step}")).unwrap().unwrap();
     println!("{}", short.text());
-    assert_eq!(short.of, faults::draw(&planted(seed)).len());
+    assert_eq!(short.of, draw::draw(&planted(seed)).len());
     assert!(
         short.faults.len() * 10 <= short.of,
         "{} of {} faults are left",

@@ -3,7 +3,8 @@
 
 use strake_sim::{
     ledger::{Kind, Ledger},
-    run::{Scenario, run},
+    run::run,
+    scenario::Scenario,
 };
 
 #[test]
