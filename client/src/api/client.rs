@@ -106,8 +106,8 @@ impl Client {
         Stats { relayed, unstable_bytes, held_bytes, cache_bytes, ..self.core.shared.stats.read() }
     }
 
-    /// The pool from which buffers for [`File::write`] should come: its buffers are aligned, so
-    /// nothing is copied on the way.
+    /// The pool from which buffers for [`crate::File::write`] should come: its buffers are aligned,
+    /// so nothing is copied on the way.
     pub fn pool(&self) -> &strake_fabric::Pool {
         self.core.shared.fabric.pool()
     }
