@@ -24,7 +24,9 @@ fn whoever_has_the_file_next_sees_what_was_written() {
 #[test]
 fn what_an_evicted_session_did_not_report_shows_in_no_hole() {
     coverage::reset();
-    for seed in [1_216_936, 1_218_376, 1_233_916, 1_401_160, 1_400_760, 1_400_774] {
+    let seeds = [1_216_936, 1_218_376, 1_233_916, 1_401_160, 1_400_760, 1_400_774];
+    // These take the rows below; those above did before leaders had leases.
+    for seed in seeds.into_iter().chain([1_217_518, 1_401_075]) {
         let o = run(seed, None).unwrap();
         assert!(o.violations.is_empty(), "seed {seed}: {:#?}", o.violations);
     }
