@@ -3,10 +3,11 @@
 //!
 //! A [`Node`] takes proposals, gets them durable on a majority and applies them in the same order
 //! everywhere through a [`StateMachine`]. Inside, [`core`] is the pure protocol (raft-rs with
-//! guards around it), [`leader_lease`] what lets its leader answer alone, [`driver`] the task that feeds it, [`members`] the rules for changing the
-//! group, [`log`] what must be durable ([`disk_log`] on disk, [`mem_log`] in memory with power
-//! loss), [`transport`] the queues to the peers and [`snapshot`] the bulk copy of a state.
-//! Decisions: `docs/decisions/raft.md`; format: `docs/formats.md`, "Raft log".
+//! guards around it), [`leader_lease`] what lets its leader answer alone, [`driver`] the task that
+//! feeds it, [`members`] the rules for changing the group, [`log`] what must be durable
+//! ([`disk_log`] on disk, [`mem_log`] in memory with power loss), [`transport`] the queues to the
+//! peers and [`snapshot`] the bulk copy of a state. Decisions: `docs/decisions/raft.md`; format:
+//! `docs/formats.md`, "Raft log".
 
 mod check;
 pub mod core;
