@@ -64,7 +64,7 @@ mod write;
 pub use api::{
     client::Client,
     copies::Copies,
-    file::{AppendPart, AsOf, File, Landed},
+    file::{AppendPart, AsOf, File, Landed, Turn},
     layouts::{LayoutInfo, Layouts},
     names::{DirPage, Mode},
     seals::Seals,

@@ -824,6 +824,10 @@ def for_a_while(*calls, lasts=None):
                 traceback.print_exc()
                 os._exit(1)
         children.append(child)
+    late = time.time() + (lasts or LASTS) + 120
+    while any(os.waitid(os.P_PID, c, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for c in children):
+        same(time.time() < late, True, "a program stands still: in time")
+        time.sleep(0.02)
     same([os.waitpid(c, 0)[1] for c in children], [0] * len(children), "ends")
     done = [int.from_bytes(counts[8 * k:8 * k + 8], "little") for k in range(len(calls))]
     print("    per second: " + ", ".join(f"{n / (lasts or LASTS):.0f}" for n in done))
@@ -886,6 +890,37 @@ def stored_beside_cuts_and_holes(a, b):
     for at in (a, b):
         data = get(at + "/f")
         same((len(data), set(data[0:2000:100]), data[4000:4008]), (12003, {done[0] % 251}, b"%08d" % done[1]), at)
+
+def stored_to_pages_that_the_kernel_drops(a, b):
+    """Two store to the same pages, and on both mounts the kernel drops these by itself all the time: for want of memory, because the file is
+    opened again, written with write(2), or truncated to where it ends. Then they are asked for while they are taken back for the other
+    mount."""
+    pages = 16
+    size = 4096 * pages
+    for name in ("dropped", "opened", "written", "cut"):
+        paths = [at + "/" + name for at in (a, b)]
+        put(paths[0], bytes(size))
+        fds = [os.open(p, os.O_RDWR) for p in paths]
+        def dropping(k):
+            def call(n):
+                fd = fds[k]
+                if name == "dropped": os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                elif name == "opened": os.close(os.open(paths[k], os.O_RDWR))
+                elif name == "written": os.pwrite(fd, n.to_bytes(8, "little"), 4096 * (n % pages) + 200 + 8 * k)
+                else: os.ftruncate(fd, size)
+                time.sleep(0.001)
+            return call
+        done = for_a_while(*(storing(paths[k], range(8 * k, size, 512)) for k in (0, 1)), dropping(0), dropping(1))
+        same(min(done) >= 2 * LASTS, True, f"{name}: progress of all: {done}")
+        for fd in fds: os.close(fd)
+        for p in paths:
+            data = get(p)
+            same([set(data[8 * k::512]) for k in (0, 1)], [{n % 251} for n in done[:2]], p)
+            if name == "written":
+                for k in (0, 1):
+                    for n in range(done[2 + k] - pages + 1, done[2 + k] + 1):
+                        at = 4096 * (n % pages) + 200 + 8 * k
+                        same(int.from_bytes(data[at:at + 8], "little"), n, f"write {n} of {k}")
 
 def looked_at_beside_writes(a, b):
     """A mapping that is only read shows what the other mount's write(2) has returned from, at once; the same with what it stores, once

@@ -14,7 +14,7 @@ use crate::{
     inode::Inode,
     leases::lease_cache::forgotten,
     locks::page_uses::Using,
-    locks::pages::{Enter, Leave, Mode},
+    locks::pages::{Enter, Leave, Mode, Use},
     locks::{Lock, LockKind, LockType, Locks},
 };
 
@@ -161,9 +161,32 @@ impl Core {
     }
 
     async fn take_pages_back(self: &Arc<Self>, ino: Ino) {
+        self.pages.table.lock().takes_back(ino);
+        self.pages.news.notify_waiters();
         forgotten(self.lease_cache.give_back(ino)).await;
         if let Some(inode) = self.files.live_inode(ino) {
             self.writeback.send_held(&inode).await;
+        }
+        self.pages.table.lock().took_back(ino);
+    }
+
+    /// For a truncation: returns when no other client has pages of the file. The kernel writes no
+    /// page back until it has the answer, so this does not wait for pages that are taken back here.
+    pub(crate) async fn use_to_cut(self: &Arc<Self>, ino: Ino) -> Result<Option<Use>> {
+        let taking_back = async {
+            loop {
+                let mut news = std::pin::pin!(self.pages.news.notified());
+                news.as_mut().enable();
+                if self.pages.table.lock().is_taking_back(ino) {
+                    return;
+                }
+                news.await;
+            }
+        };
+        tokio::select! {
+            biased;
+            () = taking_back => Ok(None),
+            using = self.use_to_change(ino) => Ok(Some(using?.over())),
         }
     }
 

@@ -117,6 +117,11 @@ impl PageLocks {
         self.table.lock().is_mine(ino)
     }
 
+    /// The lock of the file that is held, or is being released, in this session.
+    pub fn number(&self, ino: Ino, session: SessionId) -> Option<Number> {
+        self.table.lock().number(ino, session)
+    }
+
     /// The session in which this lock is held, if it is held.
     pub fn holds(&self, ino: Ino, number: Number) -> Option<SessionId> {
         self.table.lock().holds(ino, number)

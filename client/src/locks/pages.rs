@@ -73,6 +73,8 @@ struct File {
     free: usize,
     /// Number of uses under the lock.
     users: usize,
+    /// How often pages of it are being taken back from the kernel now.
+    taking_back: usize,
     lock: Lock,
 }
 
@@ -242,6 +244,16 @@ impl Pages {
         }
     }
 
+    /// The lock that is held, or is being released, in this session.
+    pub fn number(&self, ino: Ino, session: SessionId) -> Option<Number> {
+        match self.files.get(&ino)?.lock {
+            Lock::Held(held) | Lock::Leaving(held) => {
+                Some(held.number).filter(|_| held.session == session)
+            }
+            Lock::None | Lock::Asked { .. } => None,
+        }
+    }
+
     /// Whether no other client can change the file.
     pub fn is_mine(&self, ino: Ino) -> bool {
         matches!(self.files.get(&ino).map(|f| f.lock), Some(Lock::Held(_) | Lock::Leaving(_)))
@@ -251,6 +263,27 @@ impl Pages {
     pub fn has(&self, ino: Ino, mode: Option<Mode>) -> bool {
         let lock = self.files.get(&ino).map(|f| f.lock);
         matches!(lock, Some(Lock::Held(held)) if mode.is_none_or(|m| m == held.mode))
+    }
+
+    // --- pages ---
+
+    /// Begins to take pages back from the kernel. Ends with [`Pages::took_back`].
+    pub fn takes_back(&mut self, ino: Ino) {
+        self.files.entry(ino).or_default().taking_back += 1;
+    }
+
+    pub fn took_back(&mut self, ino: Ino) {
+        if let Some(f) = self.files.get_mut(&ino) {
+            f.taking_back -= 1;
+        }
+        self.tidy(ino);
+    }
+
+    /// Whether pages are being taken back from the kernel, or are about to be. Until that is done
+    /// no other client has pages of the file.
+    pub fn is_taking_back(&self, ino: Ino) -> bool {
+        let f = self.files.get(&ino);
+        f.is_some_and(|f| f.taking_back > 0 || matches!(f.lock, Lock::Leaving(_)))
     }
 
     // --- the lock ---

@@ -308,19 +308,19 @@ async fn nobody_appends_between_the_pieces_of_an_append() {
         let end = want.len() as u64;
         let elsewhere =
             if round == 0 { g.clone() } else { b.open(&user(), f.ino(), APPEND).await.unwrap().0 };
-        let first = f.append_until(None, bytes(1), Some(part(1, 500, true)), ()).await.unwrap();
+        let first = f.append_in_turn(None, bytes(1), Some(part(1, 500, true)), ()).await.unwrap();
         assert_eq!((first.offset, first.len), (end, 10));
         let theirs = other(&elsewhere, 9);
         tokio::time::sleep(Duration::from_millis(100)).await;
         assert!(!theirs.is_finished() && f.kept_end() == first.kept && first.kept.is_some());
-        let second = f.append_until(None, bytes(2), Some(part(1, 510, true)), ()).await.unwrap();
-        let third = f.append_until(None, bytes(3), Some(part(1, 520, false)), ()).await.unwrap();
+        let second = f.append_in_turn(None, bytes(2), Some(part(1, 510, true)), ()).await.unwrap();
+        let third = f.append_in_turn(None, bytes(3), Some(part(1, 520, false)), ()).await.unwrap();
         assert_eq!((second.offset, third.offset, third.kept), (end + 10, end + 20, None));
         assert!(!f.end_append(first.kept.unwrap()) && f.kept_end().is_none());
         assert_eq!(theirs.await.unwrap(), end + 30);
         // Another call is not a piece of the previous append and need not wait for it.
-        let first = f.append_until(None, bytes(4), Some(part(2, 530, true)), ()).await.unwrap();
-        let next = f.append_until(None, bytes(5), Some(part(3, 540, true)), ()).await.unwrap();
+        let first = f.append_in_turn(None, bytes(4), Some(part(2, 530, true)), ()).await.unwrap();
+        let next = f.append_in_turn(None, bytes(5), Some(part(3, 540, true)), ()).await.unwrap();
         assert!(first.kept != next.kept && next.offset == end + 50);
         // If the client ends the append, others continue at once. Otherwise they continue after a
         // timeout.
@@ -336,7 +336,7 @@ async fn nobody_appends_between_the_pieces_of_an_append() {
             assert!(says || now.elapsed() < Duration::from_secs(1), "{:?}", now.elapsed());
             if says {
                 assert_eq!(at, end + 60);
-                f.append_until(None, bytes(6), Some(part(4, 0, true)), ()).await.unwrap();
+                f.append_in_turn(None, bytes(6), Some(part(4, 0, true)), ()).await.unwrap();
             }
         }
         for n in [1, 2, 3, 9, 4, 5, 8, 6, 8] {
@@ -348,7 +348,7 @@ async fn nobody_appends_between_the_pieces_of_an_append() {
     let end = want.len() as u64;
     for n in 0..20 {
         let piece =
-            f.append_until(None, bytes(7), Some(part(5, 10 * n, n < 19)), ()).await.unwrap();
+            f.append_in_turn(None, bytes(7), Some(part(5, 10 * n, n < 19)), ()).await.unwrap();
         assert_eq!(piece.offset, end + 10 * n);
         tokio::time::sleep(Duration::from_millis(300)).await;
         if n > 2 {
@@ -360,7 +360,7 @@ async fn nobody_appends_between_the_pieces_of_an_append() {
     // A closed handle does not keep the end of the file.
     let h = b.open(&user(), f.ino(), APPEND).await.unwrap().0;
     assert!(
-        f.append_until(None, bytes(7), Some(part(6, 0, true)), ()).await.unwrap().kept.is_some()
+        f.append_in_turn(None, bytes(7), Some(part(6, 0, true)), ()).await.unwrap().kept.is_some()
     );
     let theirs = other(&h, 1);
     f.close().await.unwrap();
@@ -381,9 +381,9 @@ async fn what_reaches_beyond_the_largest_size_is_cut() {
         assert_eq!(f.write(at, bytes()).await.unwrap_err().code, Code::FBig);
     }
     let part = AppendPart { call: (1, 1), offset: 0, more: true };
-    assert_eq!(f.append_until(None, bytes(), Some(part), ()).await.unwrap_err().code, Code::FBig);
+    assert_eq!(f.append_in_turn(None, bytes(), Some(part), ()).await.unwrap_err().code, Code::FBig);
     f.truncate(LARGEST - 5).await.unwrap();
-    let cut = f.append_until(None, bytes(), Some(part), ()).await.unwrap();
+    let cut = f.append_in_turn(None, bytes(), Some(part), ()).await.unwrap();
     assert_eq!((cut.offset, cut.len, cut.kept), (LARGEST - 5, 5, None));
     assert_eq!(
         join(&f.read(LARGEST - 6, 20).await.unwrap()),

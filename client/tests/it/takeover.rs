@@ -167,7 +167,7 @@ async fn append(
     keep: &HandoverMemory,
     operation: Option<&Operation>,
 ) -> strake_proto::Result<u64> {
-    f.append_until(operation, kept(keep, 5, 10), None, ()).await.map(|landed| landed.offset)
+    f.append_in_turn(operation, kept(keep, 5, 10), None, ()).await.map(|landed| landed.offset)
 }
 
 #[tokio::test(start_paused = true)]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use strake_client::{AppendPart, AsOf, File, Mode, Using};
+use strake_client::{AppendPart, AsOf, File, Mode, Turn, Using};
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, pb};
 
@@ -186,6 +186,18 @@ impl Files {
         open.file()?.read_to_keep(offset, len, asked).await
     }
 
+    /// See [`File::read_at_once`].
+    pub async fn read_at_once(
+        &self,
+        handle: u64,
+        offset: u64,
+        len: usize,
+    ) -> Result<(Vec<Buf>, AsOf)> {
+        let open = self.open.get(handle)?;
+        open.check_locks(&self.base.client)?;
+        open.file()?.read_at_once(offset, len).await
+    }
+
     /// Called before a write by a caller whose writes clear set-id bits. The opener's writes do
     /// that themselves, unless the opener is root and passed the file on.
     pub async fn strip(&self, caller: Caller<'_>, handle: u64) -> Result<()> {
@@ -207,24 +219,23 @@ impl Files {
         self.base.client.setattr(caller.with(file.opener()), strip).await.map(drop)
     }
 
-    /// Returns the number of bytes written. `until` is dropped when the write can have no further
-    /// effect, even if the caller has gone away.
+    /// Writes when it is its turn. Returns the number of bytes written.
     pub async fn write(
         &self,
         caller: Caller<'_>,
         handle: u64,
         place: Place,
         data: Buf,
-        until: impl Send + 'static,
+        turn: impl Turn,
     ) -> Result<usize> {
         let open = self.open.get(handle)?;
         open.check_locks(&self.base.client)?;
         let file = open.file()?;
         let written = match place {
             Place::At(offset) => {
-                file.write_until(caller.operation, offset, vec![data], until).await
+                file.write_in_turn(caller.operation, offset, vec![data], turn).await
             }
-            Place::End { at, tid } => append(file, caller, (at, tid), data, until).await,
+            Place::End { at, tid } => append(file, caller, (at, tid), data, turn).await,
         };
         written.map_err(|e| given_up(file, e))
     }
@@ -306,14 +317,14 @@ impl Files {
     }
 
     /// copy_file_range(2): copies up to `len` bytes, fewer at the source's end or above a limit;
-    /// returns how many. The bytes pass through this mount, not through the program. `until` as in
+    /// returns how many. The bytes pass through this mount, not through the program. `turn` as in
     /// [`Files::write`].
     pub async fn copy_range(
         &self,
         caller: Caller<'_>,
         range: CopyRange,
         len: u64,
-        until: impl Send + 'static,
+        turn: impl Turn,
     ) -> Result<usize> {
         let (from, to) = (self.open.get(range.from)?, self.open.get(range.to)?);
         let parts = from.file()?.read(range.from_offset, len.min(MOST_COPIED) as usize).await?;
@@ -321,7 +332,7 @@ impl Files {
             return Ok(0);
         }
         let to = to.file()?;
-        let written = to.write_until(caller.operation, range.to_offset, parts, until).await;
+        let written = to.write_in_turn(caller.operation, range.to_offset, parts, turn).await;
         written.map_err(|e| given_up(to, e))
     }
 
@@ -412,14 +423,14 @@ impl Files {
     }
 
     /// fallocate(2): extends, punches holes and makes ranges zeros. Space is not reserved; an
-    /// allocation that does not fit now fails with `ENOSPC`. `until` as in [`Files::write`].
+    /// allocation that does not fit now fails with `ENOSPC`. `turn` as in [`Files::write`].
     pub async fn fallocate(
         &self,
         caller: Caller<'_>,
         handle: u64,
         (offset, len): (u64, u64),
         mode: i32,
-        until: impl Send + 'static,
+        turn: impl Turn,
     ) -> Result<()> {
         let open = self.open.get(handle)?;
         open.check_locks(&self.base.client)?;
@@ -433,7 +444,7 @@ impl Files {
             self.strip(caller, handle).await?;
         }
         if punches {
-            file.punch_until(caller.operation, offset, len, until).await?;
+            file.punch_in_turn(caller.operation, offset, len, turn).await?;
         } else {
             file.check_room(offset, len).await?;
         }
@@ -468,13 +479,13 @@ async fn append(
     caller: Caller<'_>,
     (at, tid): (u64, u32),
     data: Buf,
-    until: impl Send + 'static,
+    turn: impl Turn,
 ) -> Result<usize> {
     let more = calls::may_be_cut(data.len());
     // Only these cases cost a read of `/proc`.
     let writes = if more || file.kept_end().is_some() { calls::writes(tid) } else { None };
     let part = AppendPart { call: (tid, writes.unwrap_or(0)), offset: at, more };
-    let landed = file.append_until(caller.operation, vec![data], Some(part), until).await?;
+    let landed = file.append_in_turn(caller.operation, vec![data], Some(part), turn).await?;
     if let Some(kept) = landed.kept {
         tokio::spawn(calls::watch(file.clone(), kept, tid, writes));
     }

@@ -8,7 +8,10 @@ use strake_fabric::Buf;
 use strake_proto::{Code, Error, Result};
 use tokio::{sync::OwnedMutexGuard, time::Instant};
 
-use super::writes::{Way, Writes};
+use super::{
+    turn::Turn,
+    writes::{Way, Writes},
+};
 use crate::{
     core::Core,
     data::buffers,
@@ -125,14 +128,15 @@ impl Appends {
         data: Vec<Buf>,
         part: Option<Part>,
         operation: Option<&Operation>,
+        turn: &dyn Turn,
     ) -> Result<Landed> {
         match operation.and_then(Operation::append_again) {
             Some(a) => Ok(Landed {
                 offset: a.offset,
-                len: self.append_again(writes, a, data, operation).await?,
+                len: self.append_again(writes, a, data, operation, turn).await?,
                 kept: None,
             }),
-            None => self.append_new(writes, data, part, operation).await,
+            None => self.append_new(writes, data, part, operation, turn).await,
         }
     }
 
@@ -173,6 +177,7 @@ impl Appends {
         data: Vec<Buf>,
         part: Option<Part>,
         operation: Option<&Operation>,
+        turn: &dyn Turn,
     ) -> Result<Landed> {
         // A new append by this handle ends the one before, unless this is a piece of it.
         let mut kept = self.kept.take().filter(|t| part.is_some_and(|p| t.is_for(&p)));
@@ -190,6 +195,12 @@ impl Appends {
             if using.session().is_some_and(|session| session != tail.end.session) {
                 continue;
             }
+            if !turn.begin() {
+                // Other clients may wait for these.
+                drop((using, tail));
+                turn.wait().await;
+                continue;
+            }
             let offset = self.inode.awaited.offset(tail.end.size);
             if let Some(o) = operation {
                 o.set_append(tail.end.session, offset, len as u64);
@@ -199,6 +210,7 @@ impl Appends {
                 // The end was lost with the session. Nothing was sent.
                 Err(e) if e.code == Code::NoSession => {
                     operation.into_iter().for_each(Operation::clear_append);
+                    turn.pause();
                     continue;
                 }
                 r => r?,
@@ -237,6 +249,7 @@ impl Appends {
         a: Appended,
         data: Vec<Buf>,
         operation: Option<&Operation>,
+        turn: &dyn Turn,
     ) -> Result<usize> {
         let lost = |e: Error| match e.code {
             Code::NoSession => Error::new(
@@ -245,7 +258,7 @@ impl Appends {
             ),
             _ => e,
         };
-        let _using = self.core.use_to_change(self.inode.ino).await?;
+        let _using = self.core.use_in_turn(self.inode.ino, turn).await?;
         let way = Way { operation, ..Way::only(a.session) };
         writes.write_now(a.offset, data, way).await.map_err(lost)
     }

@@ -2,7 +2,7 @@
 
 use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
 
-use super::{reads::Reads, told::Teller, writes::Writes};
+use super::{reads::Reads, told::Teller, turn::Turn, writes::Writes};
 use crate::{handover::operation::Operation, read::cache::Change, write::back::Back};
 
 impl Writes {
@@ -12,6 +12,7 @@ impl Writes {
         operation: Option<&Operation>,
         offset: u64,
         len: u64,
+        turn: &dyn Turn,
     ) -> Result<()> {
         let (core, inode) = (&self.core, &self.inode);
         let end = offset.saturating_add(len).min(MAX_FILE_SIZE);
@@ -19,7 +20,7 @@ impl Writes {
             return Ok(()); // beyond all files
         }
         self.tell_errors(Teller::Write)?;
-        let _using = core.use_to_change(inode.ino).await?;
+        let _using = core.use_in_turn(inode.ino, turn).await?;
         let _bar = Back::bar(inode);
         core.writeback.send_held(inode).await;
         let _turn = inode.ranges.lock(offset..end).await;

@@ -72,6 +72,15 @@ impl Reads {
         }
     }
 
+    /// See [`super::File::read_at_once`].
+    pub(super) async fn read_at_once(&self, offset: u64, len: usize) -> Result<(Vec<Buf>, AsOf)> {
+        let (core, inode) = (&self.core, &self.inode);
+        let session = core.metadata.current_session().map(|s| s.id);
+        let number = session.and_then(|session| core.pages.number(inode.ino, session));
+        let bufs = self.below(inode.size(), None, offset, len).await?;
+        Ok((bufs, number.map_or(AsOf::Change(0), AsOf::Locked)))
+    }
+
     fn as_of(&self, tenure: u64) -> AsOf {
         let (core, inode) = (&self.core, &self.inode);
         match core.lease_cache.tenure(core.shared.env.boot(), inode.ino) == Some(tenure) {

@@ -22,6 +22,7 @@ mod mapped;
 mod opening;
 mod reads;
 mod told;
+mod turn;
 mod writes;
 
 use std::sync::Arc;
@@ -32,6 +33,7 @@ use strake_proto::{Code, Error, Ino, Result, SessionId, layout::MAX_FILE_SIZE, p
 
 pub use appends::{Landed, Part as AppendPart};
 pub use mapped::AsOf;
+pub use turn::Turn;
 
 use handle::Handle;
 use told::Teller;
@@ -104,6 +106,13 @@ impl File {
         self.0.for_reading().ok()?.ready(offset, len)
     }
 
+    /// The same without asking the metadata servers, for a page of a memory mapping: answers even
+    /// while this client gives pages of the file back to others. The caller must also give back
+    /// what this returns before [`crate::Forget`] ends.
+    pub async fn read_at_once(&self, offset: u64, len: usize) -> Result<(Vec<Buf>, AsOf)> {
+        self.0.for_reading()?.read_at_once(offset, len).await
+    }
+
     /// As [`File::read`], but copies into `dst`. Returns the number of bytes read.
     pub async fn read_into(&self, offset: u64, dst: &mut [u8]) -> Result<usize> {
         let mut at = 0;
@@ -167,27 +176,25 @@ impl File {
     /// With [`crate::Config::write_back`] it may return before the bytes are sent: then the next
     /// sync or close reports an error.
     pub async fn write(&self, offset: u64, data: Vec<Buf>) -> Result<usize> {
-        self.write_until(None, offset, data, ()).await
+        self.write_in_turn(None, offset, data, ()).await
     }
 
-    /// As [`File::write`]; drops `until` when the write can have no further effect, even if the
-    /// caller has gone away. `operation`: what the write belongs to, if that may come again after a
-    /// restart of the mount.
-    pub async fn write_until(
+    /// As [`File::write`], when it is its turn. `operation`: what the write belongs to, if that may
+    /// come again after a restart of the mount.
+    pub async fn write_in_turn(
         &self,
         operation: Option<&Operation>,
         offset: u64,
         data: Vec<Buf>,
-        until: impl Send + 'static,
+        turn: impl Turn,
     ) -> Result<usize> {
-        let taken = self.0.for_writing()?.hold_back(offset, &data)?;
+        let taken = self.0.for_writing()?.hold_back_in_turn(&turn, offset, &data)?;
         if taken == Taken::Held {
             return Ok(buffers::total(&data));
         }
         let (h, operation) = (self.0.clone(), operation.cloned());
         let writing = async move {
-            let _until = until;
-            h.writes.write(taken, offset, data, operation.as_ref()).await
+            h.writes.write(taken, offset, data, operation.as_ref(), &turn).await
         };
         self.0.core.shared.detached(writing).await
     }
@@ -207,7 +214,7 @@ impl File {
     /// Writes back what was stored through a memory mapping of the file: as [`File::write`], but
     /// the file does not get longer, and bytes beyond its end are dropped. With `only`, fails with
     /// `EIO` and writes nothing in any other session: the bytes were stored before that session was
-    /// lost. `operation` is as for [`File::write_until`].
+    /// lost. `operation` is as for [`File::write_in_turn`].
     pub async fn write_mapped(
         &self,
         operation: Option<&Operation>,
@@ -244,16 +251,16 @@ impl File {
     /// Makes `[offset, offset + len)` zeros without changing the size; whole 4 KiB blocks no longer
     /// take space. The change is unstable like a write. `EINVAL` for a length of 0.
     pub async fn punch(&self, offset: u64, len: u64) -> Result<()> {
-        self.punch_until(None, offset, len, ()).await
+        self.punch_in_turn(None, offset, len, ()).await
     }
 
-    /// As [`File::punch`]; `operation` and `until` are as for [`File::write_until`].
-    pub async fn punch_until(
+    /// As [`File::punch`]; `operation` and `turn` are as for [`File::write_in_turn`].
+    pub async fn punch_in_turn(
         &self,
         operation: Option<&Operation>,
         offset: u64,
         len: u64,
-        until: impl Send + 'static,
+        turn: impl Turn,
     ) -> Result<()> {
         self.0.for_writing()?;
         if len == 0 {
@@ -261,8 +268,7 @@ impl File {
         }
         let (h, operation) = (self.0.clone(), operation.cloned());
         let punching = async move {
-            let _until = until;
-            h.writes.punch(operation.as_ref(), offset, len).await
+            h.writes.punch(operation.as_ref(), offset, len, &turn).await
         };
         self.0.core.shared.detached(punching).await
     }
@@ -273,7 +279,7 @@ impl File {
     /// other clients.
     pub async fn append(&self, data: Vec<Buf>) -> Result<u64> {
         let len = buffers::total(&data);
-        let landed = self.append_until(None, data, None, ()).await?;
+        let landed = self.append_in_turn(None, data, None, ()).await?;
         if landed.len < len {
             return Err(Error::new(Code::NoSpc, "no space left for all of the bytes"));
         }
@@ -281,19 +287,18 @@ impl File {
     }
 
     /// As [`File::append`]. A piece goes directly behind the one before it, if that one is recent
-    /// enough. `operation` and `until` are as for [`File::write_until`].
-    pub async fn append_until(
+    /// enough. `operation` and `turn` are as for [`File::write_in_turn`].
+    pub async fn append_in_turn(
         &self,
         operation: Option<&Operation>,
         data: Vec<Buf>,
         part: Option<AppendPart>,
-        until: impl Send + 'static,
+        turn: impl Turn,
     ) -> Result<Landed> {
         self.0.for_writing()?;
         let (h, operation) = (self.0.clone(), operation.cloned());
         let appending = async move {
-            let _until = until;
-            h.appends.append(&h.writes, data, part, operation.as_ref()).await
+            h.appends.append(&h.writes, data, part, operation.as_ref(), &turn).await
         };
         self.0.core.shared.detached(appending).await
     }
@@ -316,7 +321,7 @@ impl File {
         self.truncate_for(None, size).await
     }
 
-    /// As [`File::truncate`]; `operation` is as for [`File::write_until`].
+    /// As [`File::truncate`]; `operation` is as for [`File::write_in_turn`].
     pub async fn truncate_for(&self, operation: Option<&Operation>, size: u64) -> Result<pb::Attr> {
         self.0.for_writing()?;
         let (h, operation) = (self.0.clone(), operation.cloned());

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use strake_fabric::Buf;
 use strake_proto::{Code, Error, Result, SessionId, layout::MAX_FILE_SIZE, pb};
 
-use super::told::{Teller, Told};
+use super::{
+    told::{Teller, Told},
+    turn::Turn,
+};
 use crate::{
     core::Core,
     data::buffers,
@@ -27,7 +30,7 @@ pub(super) struct Way<'a> {
     /// The bytes lie within the size that the file had, and do not make it longer again after a
     /// truncate.
     pub within: bool,
-    /// See [`super::File::write_until`].
+    /// See [`super::File::write_in_turn`].
     pub operation: Option<&'a Operation>,
 }
 
@@ -77,13 +80,26 @@ impl Writes {
         Ok(self.core.writeback.hold_back(&self.inode, &self.creds, self.flags, offset, data))
     }
 
-    /// Goes on with a write that [`Writes::hold_back`] did not take.
+    /// As [`Writes::hold_back`], if the write has its turn.
+    pub fn hold_back_in_turn(&self, turn: &dyn Turn, offset: u64, data: &[Buf]) -> Result<Taken> {
+        if !turn.begin() {
+            return Ok(Taken::Through);
+        }
+        let taken = self.hold_back(offset, data)?;
+        if taken != Taken::Held {
+            turn.pause();
+        }
+        Ok(taken)
+    }
+
+    /// Goes on with a write that was not held back.
     pub async fn write(
         &self,
         mut taken: Taken,
         offset: u64,
         data: Vec<Buf>,
         operation: Option<&Operation>,
+        turn: &dyn Turn,
     ) -> Result<usize> {
         let (core, inode, len) = (&self.core, &self.inode, buffers::total(&data));
         for _ in 0..2 {
@@ -92,13 +108,13 @@ impl Writes {
                 Taken::Ask => core.writeback.ask_space(inode, offset, len as u64).await,
                 Taken::Held | Taken::Through => break,
             }
-            taken = self.hold_back(offset, &data)?;
+            taken = self.hold_back_in_turn(turn, offset, &data)?;
         }
         if taken == Taken::Held {
             return Ok(len);
         }
         core.writeback.send_held_here(inode).await;
-        self.write_alone(offset, data, operation).await
+        self.write_alone(offset, data, operation, turn).await
     }
 
     /// As [`Writes::write_now`], while no other client holds pages of the file.
@@ -107,13 +123,14 @@ impl Writes {
         offset: u64,
         data: Vec<Buf>,
         operation: Option<&Operation>,
+        turn: &dyn Turn,
     ) -> Result<usize> {
         loop {
-            let using = self.core.use_to_change(self.inode.ino).await?;
+            let using = self.core.use_in_turn(self.inode.ino, turn).await?;
             let way = Way { only: using.session(), operation, within: false };
             match self.write_now(offset, data.clone(), way).await {
                 // The lock was lost with the session. What was sent was sent under the lock.
-                Err(e) if e.code == Code::NoSession && way.only.is_some() => {}
+                Err(e) if e.code == Code::NoSession && way.only.is_some() => turn.pause(),
                 written => return written,
             }
         }

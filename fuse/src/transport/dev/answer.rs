@@ -331,7 +331,14 @@ impl Core {
         let Order::PageIn(page_in) = &order else {
             return with(self.vfs.files.read(handle, offset, len).await, Reply::Data);
         };
-        let read = self.vfs.files.read_to_keep(handle, offset, len, || page_in.asked()).await;
+        let files = &self.vfs.files;
+        let read = match page_in.is_at_once() {
+            true => {
+                let read = files.read_at_once(handle, offset, len).await;
+                read.map(|(parts, as_of)| (parts, as_of, None))
+            }
+            false => files.read_to_keep(handle, offset, len, || page_in.asked()).await,
+        };
         with(read, |(parts, as_of, using)| {
             self.shared.hands_out(node, as_of);
             // Drop this first: a task that waits for the end of the use then takes out all pages

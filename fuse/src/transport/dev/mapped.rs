@@ -3,11 +3,16 @@
 
 use std::{
     io,
-    sync::{Arc, OnceLock, Weak},
+    sync::{
+        Arc, OnceLock, Weak,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
+use futures_util::future::BoxFuture;
 use parking_lot::Mutex;
+use strake_client::Turn;
 use tokio::{sync::Notify, sync::Semaphore, task::spawn_blocking, time::Instant};
 
 use super::{
@@ -63,6 +68,7 @@ impl Mapped {
             mapped: self.clone(),
             node,
             came: Instant::now(),
+            at_once: AtomicBool::new(false),
         }
     }
 
@@ -104,14 +110,22 @@ impl Mapped {
         self.pages.lock().has_out(node)
     }
 
-    /// Makes the kernel give back all pages that were handed out.
-    pub async fn give_back(&self, node: u64) {
-        let given = self.pages.lock().give_back(node);
-        let Some((began, spans)) = given else { return };
-        for pages in &spans {
-            self.take_out(node, pages).await;
-        }
-        self.pages.lock().given_back(node, began, &spans);
+    /// Makes the kernel give back all pages that were handed out. Continues if the caller goes
+    /// away.
+    pub async fn give_back(self: &Arc<Self>, node: u64) {
+        let Some(first) = self.pages.lock().give_back(node) else { return };
+        let mapped = self.clone();
+        let giving = async move {
+            let mut given = Some(first);
+            while let Some((began, spans)) = given {
+                for pages in &spans {
+                    mapped.take_out(node, pages).await;
+                }
+                given = mapped.pages.lock().given_back(node, began);
+                mapped.news.notify_waiters();
+            }
+        };
+        let _ = tokio::spawn(giving).await;
     }
 
     /// Makes the kernel write these pages back and drop them. The kernel waits for page-ins in
@@ -149,11 +163,28 @@ pub struct PageIn {
     node: u64,
     id: u64,
     came: Instant,
+    at_once: AtomicBool,
 }
 
 impl PageIn {
-    fn verdict(&self, overdue: bool) -> Verdict {
-        self.mapped.pages.lock().verdict(self.node, self.id, overdue)
+    /// Whether the page-in may read. If not: how long it has to wait at most.
+    fn verdict(&self, overdue: bool) -> Result<(), Option<Duration>> {
+        match self.mapped.pages.lock().verdict(self.node, self.id, overdue) {
+            Verdict::Read => Ok(()),
+            Verdict::ReadAtOnce => {
+                self.at_once.store(true, Relaxed);
+                Ok(())
+            }
+            Verdict::Wait => Err(None),
+            Verdict::Hold(tries) => {
+                Err(Some(HOLD.saturating_mul(4u32.saturating_pow(tries)).min(LONGEST_HOLD)))
+            }
+        }
+    }
+
+    /// Whether the page-in must be answered without asking the metadata servers.
+    pub fn is_at_once(&self) -> bool {
+        self.at_once.load(Relaxed)
     }
 
     /// The metadata servers have sent everything that the answer needs.
@@ -167,12 +198,11 @@ impl PageIn {
             let mut news = std::pin::pin!(self.mapped.news.notified());
             news.as_mut().enable();
             match self.verdict(false) {
-                Verdict::Read => return,
-                Verdict::Wait => news.await,
-                Verdict::Hold(tries) => {
-                    let hold = HOLD.saturating_mul(4u32.saturating_pow(tries)).min(LONGEST_HOLD);
+                Ok(()) => return,
+                Err(None) => news.await,
+                Err(Some(hold)) => {
                     if tokio::time::timeout_at(self.came + hold, news).await.is_err()
-                        && self.verdict(true) == Verdict::Read
+                        && self.verdict(true).is_ok()
                     {
                         return;
                     }
@@ -197,7 +227,7 @@ pub struct Changing {
 }
 
 impl Changing {
-    /// Whether the change must wait until pages are out.
+    /// Whether the change must wait until pages are taken out.
     pub fn waits(&self) -> bool {
         *self.step.lock() != Step::Apply
     }
@@ -231,6 +261,28 @@ impl Changing {
             tokio::time::sleep(DROPS).await;
             drop(self);
         });
+    }
+}
+
+impl Turn for Changing {
+    fn begin(&self) -> bool {
+        let step = self.mapped.pages.lock().begin(self.node, self.id);
+        let begins = step == Step::Apply;
+        *self.step.lock() = step;
+        if !begins {
+            // Page-ins do not wait for it any more.
+            self.mapped.news.notify_waiters();
+        }
+        begins
+    }
+
+    fn wait(&self) -> BoxFuture<'_, ()> {
+        Box::pin(self.alone())
+    }
+
+    fn pause(&self) {
+        self.mapped.pages.lock().pause(self.node, self.id);
+        self.mapped.news.notify_waiters();
     }
 }
 

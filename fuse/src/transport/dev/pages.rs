@@ -89,6 +89,9 @@ struct PageIn {
     span: Span,
     /// The bytes for its answer are being read.
     reads: bool,
+    /// It is answered with what is there now: the kernel may wait for it before it gives pages back
+    /// to other clients.
+    at_once: bool,
     /// The metadata servers are not asked any more for it: its answer waits for no client that may
     /// wait for this mount.
     asked: bool,
@@ -98,8 +101,34 @@ struct PageIn {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Change {
     span: Span,
-    /// `None`: no page of its span is out, and it is being applied.
-    taking: Option<Round>,
+    phase: Phase,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    /// The kernel is giving back the pages of its span.
+    Taking(Round),
+    /// No page of its span is out. It waits for what it needs from elsewhere, as for the lock of
+    /// the file's pages. Other clients may wait for this mount meanwhile.
+    Ready(Round),
+    /// It is being applied, and waits for no client that may wait for this mount.
+    Applied,
+}
+
+impl Change {
+    fn round(&self) -> Option<&Round> {
+        match &self.phase {
+            Phase::Taking(round) | Phase::Ready(round) => Some(round),
+            Phase::Applied => None,
+        }
+    }
+
+    fn round_mut(&mut self) -> Option<&mut Round> {
+        match &mut self.phase {
+            Phase::Taking(round) | Phase::Ready(round) => Some(round),
+            Phase::Applied => None,
+        }
+    }
 }
 
 /// The kernel was told to give pages back.
@@ -113,6 +142,23 @@ struct Round {
     answered: Spans,
 }
 
+impl Round {
+    fn new(began: Event, tries: u32, whole: bool) -> Round {
+        Round { began, tries, whole, answered: Spans::default() }
+    }
+}
+
+/// Pages are being given back to other clients.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Given {
+    spans: Spans,
+    tries: u32,
+    /// Pages that were handed out since it began.
+    since: Spans,
+    /// Those of them that must be given back, too.
+    again: Spans,
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct File {
     /// Pages that were handed out and not taken out since.
@@ -121,9 +167,8 @@ struct File {
     unknown: bool,
     page_ins: BTreeMap<Event, PageIn>,
     changes: BTreeMap<Event, Change>,
-    /// Give-backs to other clients in progress, by their start, with the pages that were handed out
-    /// since.
-    given: BTreeMap<Event, Spans>,
+    /// Give-backs to other clients in progress, by their start.
+    given: BTreeMap<Event, Given>,
 }
 
 /// What a page-in must do.
@@ -131,10 +176,13 @@ struct File {
 pub enum Verdict {
     /// Be answered now.
     Read,
+    /// Be answered now, without asking the metadata servers: other clients may wait for this
+    /// answer.
+    ReadAtOnce,
     /// Wait until a change is over.
     Wait,
-    /// Wait for that as well, but not for long: the page may block a notice. The number says how
-    /// many notices were sent for this change.
+    /// Wait until pages are given back, but not for long: the page may block the notice. The number
+    /// says how many notices were sent before for the same purpose.
     Hold(u32),
 }
 
@@ -143,6 +191,7 @@ pub enum Verdict {
 pub enum Step {
     /// Make the kernel give these pages back, then ask again.
     TakeOut(Span),
+    /// Call [`Pages::begin`] when there is nothing else to wait for.
     Apply,
 }
 
@@ -174,7 +223,23 @@ impl File {
             let all = in_work.chain(self.out.cover(span));
             all.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end))?
         };
-        Some((Round { began: now, tries, whole, answered: Spans::default() }, cover))
+        Some((Round::new(now, tries, whole), cover))
+    }
+
+    /// Removes pages of page-ins for which the metadata servers are still asked.
+    fn leave_out_asking(&self, spans: &mut Spans) {
+        let asking = self.page_ins.values().filter(|p| !p.asked && !p.at_once);
+        asking.for_each(|p| spans.remove(&p.span));
+    }
+
+    /// Begins a round of giving back, if there is anything to give back.
+    fn give(&mut self, now: Event, spans: Spans, tries: u32) -> Option<(Event, Vec<Span>)> {
+        if spans.0.is_empty() {
+            return None;
+        }
+        let all = spans.0.iter().map(|(start, end)| *start..*end).collect();
+        self.given.insert(now, Given { spans, tries, ..Given::default() });
+        Some((now, all))
     }
 }
 
@@ -206,25 +271,38 @@ impl Pages {
             .entry(node)
             .or_default()
             .page_ins
-            .insert(id, PageIn { span, reads: false, asked: false });
+            .insert(id, PageIn { span, reads: false, at_once: false, asked: false });
         id
     }
 
-    /// `overdue`: the page-in has been held long enough. Once the verdict is `Read` it stays so.
+    /// `overdue`: the page-in has been held long enough. Once it may read, that stays so.
     pub fn verdict(&mut self, node: u64, id: Event, overdue: bool) -> Verdict {
         let Some(file) = self.files.get_mut(&node) else { return Verdict::Read };
         let Some(page_in) = file.page_ins.get_mut(&id) else { return Verdict::Read };
+        // The kernel may wait for this page-in before it gives pages back to another client. A
+        // change that is not applied yet may wait for that client.
+        let given = file.given.range(..id).filter(|(_, g)| g.spans.meets(&page_in.span));
+        let given = given.map(|(_, g)| g.tries).max();
         let here = || file.changes.iter().filter(|(_, c)| meet(&c.span, &page_in.span));
-        if here().any(|(of, c)| *of < id && c.taking.is_none()) {
+        let waits = |c: &Change| match c.phase {
+            Phase::Taking(_) => false,
+            Phase::Ready(_) => given.is_none(),
+            Phase::Applied => true,
+        };
+        if here().any(|(of, c)| *of < id && waits(c)) {
             return Verdict::Wait;
         }
         // The kernel waits for a page-in that is older than the round, and then takes the page out.
-        let rounds = here().filter_map(|(_, c)| c.taking.as_ref()).filter(|r| r.began < id);
-        if let Some(tries) = rounds.map(|r| r.tries).max().filter(|_| !overdue) {
+        let taking = here().filter_map(|(_, c)| match &c.phase {
+            Phase::Taking(round) if round.began < id => Some(round.tries),
+            _ => None,
+        });
+        if let Some(tries) = taking.chain(given).max().filter(|_| !overdue) {
             return Verdict::Hold(tries);
         }
         page_in.reads = true;
-        Verdict::Read
+        page_in.at_once = given.is_some();
+        if page_in.at_once { Verdict::ReadAtOnce } else { Verdict::Read }
     }
 
     /// The metadata servers have sent everything that the answer needs.
@@ -240,9 +318,14 @@ impl Pages {
         let Some(file) = self.files.get_mut(&node) else { return };
         let Some(page_in) = file.page_ins.remove(&id) else { return };
         file.out.add(&page_in.span);
-        let rounds = file.changes.values_mut().filter_map(|c| c.taking.as_mut());
+        let rounds = file.changes.values_mut().filter_map(Change::round_mut);
         rounds.filter(|r| r.began < id).for_each(|r| r.answered.add(&page_in.span));
-        file.given.range_mut(..id).for_each(|(_, since)| since.add(&page_in.span));
+        for given in file.given.range_mut(..id).map(|(_, g)| g) {
+            given.since.add(&page_in.span);
+            if page_in.at_once {
+                given.again.add(&page_in.span);
+            }
+        }
         self.tidy(node);
     }
 
@@ -252,11 +335,11 @@ impl Pages {
     pub fn change(&mut self, node: u64, span: Span) -> (Event, Step) {
         let id = self.next();
         let file = self.files.entry(node).or_default();
-        let (taking, step) = match file.round(id, &span, 0) {
-            Some((round, cover)) => (Some(round), Step::TakeOut(cover)),
-            None => (None, Step::Apply),
+        let (phase, step) = match file.round(id, &span, 0) {
+            Some((round, cover)) => (Phase::Taking(round), Step::TakeOut(cover)),
+            None => (Phase::Ready(Round::new(id, 0, false)), Step::Apply),
         };
-        file.changes.insert(id, Change { span, taking });
+        file.changes.insert(id, Change { span, phase });
         (id, step)
     }
 
@@ -265,7 +348,7 @@ impl Pages {
     pub fn is_spoilt(&self, node: u64, id: Event) -> Option<u32> {
         let file = self.files.get(&node)?;
         let change = file.changes.get(&id)?;
-        let round = change.taking.as_ref()?;
+        let round = change.round()?;
         file.spoils(round, &change.span).then_some(round.tries)
     }
 
@@ -273,25 +356,51 @@ impl Pages {
     pub fn taken_out(&mut self, node: u64, id: Event) -> Step {
         let now = self.next();
         let Some(file) = self.files.get_mut(&node) else { return Step::Apply };
-        let Some(mut change) = file.changes.remove(&id) else { return Step::Apply };
-        if let Some(round) = change.taking.take() {
-            let spoilt = file.spoils(&round, &change.span);
-            if round.whole {
-                (file.out, file.unknown) = (Spans::default(), false);
-            }
-            file.out.remove(&change.span);
-            round.answered.0.iter().for_each(|(start, end)| file.out.add(&(*start..*end)));
-            if spoilt {
-                let next = file.round(now, &change.span, round.tries + 1);
-                if let Some((round, cover)) = next {
-                    change.taking = Some(round);
-                    file.changes.insert(id, change);
-                    return Step::TakeOut(cover);
-                }
-            }
+        let Some(change) = file.changes.get(&id) else { return Step::Apply };
+        let (span, Phase::Taking(round)) = (change.span.clone(), change.phase.clone()) else {
+            return Step::Apply;
+        };
+        let spoilt = file.spoils(&round, &span);
+        if round.whole {
+            (file.out, file.unknown) = (Spans::default(), false);
         }
-        file.changes.insert(id, change);
-        Step::Apply
+        file.out.remove(&span);
+        round.answered.0.iter().for_each(|(start, end)| file.out.add(&(*start..*end)));
+        let next = spoilt.then(|| file.round(now, &span, round.tries + 1)).flatten();
+        let (phase, step) = match next {
+            Some((round, cover)) => (Phase::Taking(round), Step::TakeOut(cover)),
+            None => (Phase::Ready(Round::new(round.began, round.tries, false)), Step::Apply),
+        };
+        file.changes.insert(id, Change { span, phase });
+        step
+    }
+
+    /// The change has everything else that it waits for. `Apply`: it is applied now, and no page of
+    /// its span is handed out until that is done.
+    pub fn begin(&mut self, node: u64, id: Event) -> Step {
+        let now = self.next();
+        let Some(file) = self.files.get_mut(&node) else { return Step::Apply };
+        let Some(change) = file.changes.get(&id) else { return Step::Apply };
+        let (span, Phase::Ready(round)) = (change.span.clone(), change.phase.clone()) else {
+            return Step::Apply;
+        };
+        let next = file.spoils(&round, &span).then(|| file.round(now, &span, round.tries + 1));
+        let (phase, step) = match next.flatten() {
+            Some((round, cover)) => (Phase::Taking(round), Step::TakeOut(cover)),
+            None => (Phase::Applied, Step::Apply),
+        };
+        file.changes.insert(id, Change { span, phase });
+        step
+    }
+
+    /// The change could not be applied, and waits again for what it needs from elsewhere.
+    pub fn pause(&mut self, node: u64, id: Event) {
+        let now = self.next();
+        if let Some(change) = self.files.get_mut(&node).and_then(|f| f.changes.get_mut(&id))
+            && change.phase == Phase::Applied
+        {
+            change.phase = Phase::Ready(Round::new(now, 0, false));
+        }
     }
 
     /// The change is applied, or will not be.
@@ -308,7 +417,9 @@ impl Pages {
         if self
             .files
             .get(&node)
-            .is_some_and(|f| !f.out.0.is_empty() || f.unknown || !f.page_ins.is_empty())
+            .is_some_and(|f| {
+                !f.out.0.is_empty() || f.unknown || !f.page_ins.is_empty() || !f.given.is_empty()
+            })
         {
             return None;
         }
@@ -335,27 +446,31 @@ impl Pages {
         } else {
             file.out.clone()
         };
-        file.page_ins.values().filter(|p| p.asked).for_each(|p| out.add(&p.span));
-        file.page_ins.values().filter(|p| !p.asked).for_each(|p| out.remove(&p.span));
-        if out.0.is_empty() {
-            return None;
-        }
-        file.given.insert(now, Spans::default());
-        Some((now, out.0.into_iter().map(|(start, end)| start..end).collect()))
+        let comes = file.page_ins.values().filter(|p| p.asked || p.at_once);
+        comes.for_each(|p| out.add(&p.span));
+        file.leave_out_asking(&mut out);
+        file.give(now, out, 0)
     }
 
-    /// The kernel has given these pages back.
-    pub fn given_back(&mut self, node: u64, began: Event, spans: &[Span]) {
-        let Some(file) = self.files.get_mut(&node) else { return };
-        let Some(since) = file.given.remove(&began) else { return };
-        spans.iter().for_each(|s| file.out.remove(s));
+    /// The kernel has given these pages back. Returns pages that were handed out meanwhile and must
+    /// be given back, too, as [`Pages::give_back`] does.
+    pub fn given_back(&mut self, node: u64, began: Event) -> Option<(Event, Vec<Span>)> {
+        let now = self.next();
+        let file = self.files.get_mut(&node)?;
+        let Given { spans, tries, since, mut again } = file.given.remove(&began)?;
+        spans.0.iter().for_each(|(start, end)| file.out.remove(&(*start..*end)));
         since.0.iter().for_each(|(start, end)| file.out.add(&(*start..*end)));
-        if spans.first().is_some_and(|s| s.start == 0)
-            && spans.last().is_some_and(|s| s.end == u64::MAX.div_ceil(PAGE))
+        if spans.0.contains_key(&0)
+            && spans.0.last_key_value().is_some_and(|(_, end)| *end == u64::MAX.div_ceil(PAGE))
         {
             file.unknown = false;
         }
+        let reads = file.page_ins.range(began..).filter(|(_, p)| p.at_once);
+        reads.for_each(|(_, p)| again.add(&p.span));
+        file.leave_out_asking(&mut again);
+        let next = file.give(now, again, tries + 1);
         self.tidy(node);
+        next
     }
 
     // --- files ---

@@ -208,8 +208,11 @@ impl Serve {
         // A wait for a lock must not keep other requests from running. Nothing may delay an append
         // that other clients wait for, or a write-back of pages that other nodes wait for.
         let is_write_back = matches!(body, Body::Write { from_mapping: true, .. });
+        // The kernel writes nothing back until a truncation is answered.
+        let cuts = matches!(&body, Body::Setattr(set) if set.valid & abi::fattr::SIZE != 0);
         let passes = patience == Patience::UntilSignal
             || is_write_back
+            || cuts
             || operation.as_ref().is_some_and(Operation::is_awaited);
         self.runtime.spawn(async move {
             let mut place = Some(place);
@@ -218,6 +221,7 @@ impl Serve {
                 // moved to.
                 let work = std::pin::pin!(async {
                     order.turn(&mut place).await;
+                    let passes = passes || order.is_at_once();
                     let _room = if passes { None } else { core.room.acquire().await.ok() };
                     match (body, leaving) {
                         (Body::Flush { handle, .. }, Some(locks)) => {
