@@ -55,6 +55,26 @@ fn who_wants_pages_waits_for_what_was_begun_before_and_for_nothing_later() {
 }
 
 #[test]
+fn pages_that_are_being_taken_back_are_known() {
+    let mut p = Pages::default();
+    assert!(!p.is_taking_back(F));
+    p.takes_back(F);
+    p.takes_back(F);
+    p.took_back(F);
+    assert!(p.is_taking_back(F));
+    p.took_back(F);
+    assert!(!p.is_taking_back(F) && p.files.is_empty());
+    let what = got(&mut p, ms(0), Mode::Write, 1);
+    p.ended(ms(0), F, what);
+    assert!(!p.is_taking_back(F));
+    assert_eq!((p.number(F, 1), p.number(F, 2)), (Some(1), None));
+    assert!(matches!(p.leave(ms(0), F, true), Leave::Go(_)));
+    assert!(p.is_taking_back(F) && p.number(F, 1) == Some(1), "it is still held");
+    p.left(F);
+    assert!(!p.is_taking_back(F) && p.number(F, 1).is_none());
+}
+
+#[test]
 fn a_lock_is_kept_until_its_uses_are_over_and_for_a_moment() {
     let mut p = Pages::default();
     let what = got(&mut p, ms(100), Mode::Write, 1);

@@ -111,8 +111,12 @@ impl Changes {
                 r => r?,
             }
         }
-        let turn = self.fair.heavy_turn(call.peer, request.session, &request.ops).await?;
-        if let (Some(_), Some(_), Err(e)) = (&looking, &turn, check_moves(&request.ops)) {
+        let mut turn = self.fair.heavy_turn(call.peer, request.session, &request.ops).await?;
+        if looking.is_some()
+            && let Err(e) = check_moves(&request.ops)
+            && let Some(turn) = turn.take()
+        {
+            turn.refused();
             return Ok(self.refuse_list(call, &e));
         }
         let in_log = self.fair.change_turn(call.peer, call.session(), request.ops.len()).await?;

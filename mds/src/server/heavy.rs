@@ -20,6 +20,8 @@ const MAX_GROUPS: usize = 65_536;
 const LONG: Duration = Duration::from_millis(10);
 /// No list is more work than this; a list that took longer waited for something else.
 const LONGEST: Duration = Duration::from_millis(100);
+/// What a list counts that is refused before it runs: it was decoded and checked.
+const REFUSED: Duration = Duration::from_millis(3);
 /// While others are active, a machine waits this many times as long as its last list took.
 const SPACED: u32 = 7;
 /// Most machines that are remembered while none of their lists waits.
@@ -90,13 +92,22 @@ pub(super) struct Turn {
     machine: Arc<Line>,
     /// Whether other sessions are active.
     others: bool,
+    refused: bool,
     _of_all: OwnedSemaphorePermit,
     _of_machine: OwnedSemaphorePermit,
 }
 
+impl Turn {
+    /// The list is refused. Without this, refused lists would follow each other at once.
+    pub(super) fn refused(mut self) {
+        self.refused = true;
+    }
+}
+
 impl Drop for Turn {
     fn drop(&mut self) {
-        let (now, took) = (Instant::now(), self.begun.elapsed().min(LONGEST));
+        let least = if self.refused { REFUSED } else { Duration::ZERO };
+        let (now, took) = (Instant::now(), self.begun.elapsed().clamp(least, LONGEST));
         *self.all.pause.lock() = (took >= LONG).then(|| now + took);
         *self.machine.pause.lock() = self.others.then(|| now + took * SPACED);
     }
@@ -109,7 +120,8 @@ impl Heavy {
         let of_machine = line.turn().await?;
         let of_all = self.all.turn().await?;
         let (all, begun) = (self.all.clone(), Instant::now());
-        Ok(Turn { begun, all, machine: line, others, _of_all: of_all, _of_machine: of_machine })
+        let (refused, machine) = (false, line);
+        Ok(Turn { begun, all, machine, others, refused, _of_all: of_all, _of_machine: of_machine })
     }
 
     fn of_machine(&self, name: &str) -> Arc<Line> {
@@ -171,6 +183,8 @@ mod tests {
         tokio::time::advance(Duration::from_secs(5)).await;
         drop(turn);
         assert_eq!(list("tcp:10.0.0.1:1", false).await, 50 + 5000 + 700);
+        h.turn("tcp:10.0.0.1:1", true).await.unwrap().refused();
+        assert_eq!(list("tcp:10.0.0.1:1", false).await, 5755 + 21);
     }
 
     #[tokio::test(start_paused = true)]

@@ -193,9 +193,8 @@ impl File {
             return Ok(buffers::total(&data));
         }
         let (h, operation) = (self.0.clone(), operation.cloned());
-        let writing = async move {
-            h.writes.write(taken, offset, data, operation.as_ref(), &turn).await
-        };
+        let writing =
+            async move { h.writes.write(taken, offset, data, operation.as_ref(), &turn).await };
         self.0.core.shared.detached(writing).await
     }
 
@@ -267,9 +266,7 @@ impl File {
             return Err(Error::new(Code::Inval, "a hole must have at least one byte"));
         }
         let (h, operation) = (self.0.clone(), operation.cloned());
-        let punching = async move {
-            h.writes.punch(operation.as_ref(), offset, len, &turn).await
-        };
+        let punching = async move { h.writes.punch(operation.as_ref(), offset, len, &turn).await };
         self.0.core.shared.detached(punching).await
     }
 
@@ -297,9 +294,8 @@ impl File {
     ) -> Result<Landed> {
         self.0.for_writing()?;
         let (h, operation) = (self.0.clone(), operation.cloned());
-        let appending = async move {
-            h.appends.append(&h.writes, data, part, operation.as_ref(), &turn).await
-        };
+        let appending =
+            async move { h.appends.append(&h.writes, data, part, operation.as_ref(), &turn).await };
         self.0.core.shared.detached(appending).await
     }
 

@@ -31,6 +31,10 @@ pub(super) struct Client {
     pub page_in: Option<PageIn>,
     pub writes: Option<Writes>,
     pub page: Option<Page>,
+    /// The page was handed out and not taken back since. The kernel may have dropped it.
+    pub out: bool,
+    /// The kernel may wait for the page-in before it gives the page back.
+    pub blocks: bool,
     /// A write-back is on the way.
     pub back: bool,
     pub jobs: Vec<Job>,
@@ -54,6 +58,8 @@ impl Client {
             page_in: None,
             writes: None,
             page: None,
+            out: false,
+            blocks: false,
             back: false,
             jobs: Vec::new(),
             asks: None,
@@ -69,7 +75,34 @@ impl Client {
 
     /// Whether giving back pages has to wait for a page-in.
     fn is_read(&self) -> bool {
-        matches!(self.page_in, Some(PageIn::Reads(_) | PageIn::Read(..)))
+        matches!(self.page_in, Some(PageIn::Reads(_) | PageIn::Read(..) | PageIn::AtOnce(_)))
+    }
+
+    /// A program touches the page.
+    pub fn touches(&mut self) {
+        self.page_in = Some(PageIn::Wants);
+        self.blocks = self.jobs.iter().any(|j| {
+            matches!(
+                j.step,
+                Step::UnderLock { covers: true, .. } | Step::After { covers: true, .. }
+            )
+        });
+    }
+
+    fn has_page(&mut self, cells: Cells) {
+        (self.page_in, self.blocks, self.out) = (None, false, true);
+        self.page = Some(Page { cells, dirty: false, session: self.session });
+        for job in &mut self.jobs {
+            if let Step::UnderLock { waits, .. } | Step::After { waits, .. } = &mut job.step {
+                *waits = false;
+            }
+        }
+        self.jobs.sort();
+    }
+
+    /// Whether the kernel has no page, and none is on its way.
+    fn has_none(&self) -> bool {
+        self.page.is_none() && !self.back && !self.is_read()
     }
 
     fn mode(&self, fault: Fault) -> Mode {
@@ -124,8 +157,13 @@ impl World {
                     || c.page.is_some()
                     || c.back
                     || matches!(c.writes, Some(Writes::Sent(_)))
+                    || c.writes == Some(Writes::Ready) && !c.blocks
                 {
                     return Ok(false);
+                }
+                if c.blocks && self.fault != Fault::PageInsWait {
+                    c.page_in = Some(PageIn::AtOnce(self.storage.cells));
+                    return Ok(true);
                 }
                 let mode = c.mode(self.fault);
                 if self.fault == Fault::PagesUnlocked
@@ -152,15 +190,8 @@ impl World {
                 c.page_in = Some(PageIn::Read(what, self.storage.cells));
             }
             PageIn::Read(what, cells) => {
-                c.page_in = None;
                 let session = c.session;
-                c.page = Some(Page { cells, dirty: false, session });
-                for job in &mut c.jobs {
-                    if let Step::UnderLock { waits } | Step::After { waits } = &mut job.step {
-                        *waits = false;
-                    }
-                }
-                c.jobs.sort();
+                c.has_page(cells);
                 if !matches!(self.fault, Fault::PagesUnlocked | Fault::PagesEarly)
                     || what != Use::Free
                 {
@@ -172,6 +203,10 @@ impl World {
                         "client {i} gets a page that is older than what others wrote"
                     ));
                 }
+            }
+            PageIn::AtOnce(cells) => {
+                c.has_page(cells);
+                c.out = self.fault != Fault::KeptAtOnce;
             }
         }
         Ok(true)
@@ -188,21 +223,23 @@ impl World {
         let Some(now) = self.clients[i].writes else { return false };
         match now {
             Writes::Wants => {
-                if self.clients[i].opened != Opened::ForBoth {
+                let c = &mut self.clients[i];
+                if c.opened != Opened::ForBoth || !c.has_none() {
                     return false;
                 }
+                (c.writes, c.out) = (Some(Writes::Ready), false);
+            }
+            Writes::Ready => {
                 let before = self.clients[i].clone();
                 let Some(what) = self.enter(i, Mode::Write, true) else {
                     let c = &self.clients[i];
                     return (&c.table, &c.jobs) != (&before.table, &before.jobs);
                 };
-                self.clients[i].writes = Some(Writes::Uses(what));
-            }
-            Writes::Uses(what) => {
-                // This node's own mapping: the kernel takes the page out first.
                 let c = &mut self.clients[i];
-                if c.page.is_some() || c.back || matches!(c.page_in, Some(PageIn::Read(..))) {
-                    return false;
+                if !c.has_none() && self.fault != Fault::WritesBeside {
+                    c.writes = Some(Writes::Wants);
+                    self.ended(i, what);
+                    return true;
                 }
                 c.writes = Some(Writes::Sent(what));
                 let n = c.made[2 * i + 1];
@@ -266,10 +303,13 @@ impl World {
         let notice = |j: &Job| {
             let keeps = self.fault == Fault::NotTakenBack && matches!(j.why, Why::Wanted(_))
                 || self.fault == Fault::RecallKeepsPages && j.why == Why::Recall;
-            matches!(j.step, Step::UnderLock { waits: false } | Step::After { waits: false })
-                && !keeps
+            let goes = matches!(
+                j.step,
+                Step::UnderLock { waits: false, .. } | Step::After { waits: false, .. }
+            );
+            goes && !keeps
         };
-        let is_wanted = c.jobs.iter().any(notice) || matches!(c.writes, Some(Writes::Uses(_)));
+        let is_wanted = c.jobs.iter().any(notice) || c.writes == Some(Writes::Wants);
         // There is only one write-back at a time; a clean page goes at once.
         is_wanted && c.page.is_some_and(|p| !p.dirty || !c.back)
     }
@@ -283,7 +323,11 @@ impl World {
 
     fn is_out(&self, i: usize, why: Why) -> bool {
         let c = &self.clients[i];
+        if c.blocks && c.page_in.is_some() {
+            return false;
+        }
         match self.fault {
+            Fault::KeptAtOnce if c.page.is_some() && !c.out => true,
             Fault::AnswersEarly => c.page.is_none(),
             Fault::NotTakenBack => matches!(why, Why::Wanted(_)) || c.page.is_none() && !c.back,
             Fault::RecallKeepsPages => why == Why::Recall || c.page.is_none() && !c.back,
@@ -294,10 +338,10 @@ impl World {
     pub(super) fn begin_job(&mut self, i: usize, why: Why) {
         let silent = self.fault == Fault::AskerSilent && self.clients[i].asks.is_some();
         let c = &mut self.clients[i];
-        let waits = c.is_read();
+        let (waits, covers) = (c.is_read(), c.out);
         let step = match why {
             Why::Wanted(_) | Why::WantedBefore | Why::Leave => Step::Leaving,
-            Why::Recall | Why::Hello => Step::After { waits },
+            Why::Recall | Why::Hello => Step::After { waits, covers },
         };
         if matches!(why, Why::Wanted(_)) {
             if silent {
@@ -313,34 +357,36 @@ impl World {
     fn is_about_to_use(&self, i: usize) -> bool {
         let c = &self.clients[i];
         c.page_in == Some(PageIn::Wants) && self.clone().page_in_goes_on(i) == Ok(true)
-            || c.writes == Some(Writes::Wants) && self.clone().write_goes_on(i)
+            || c.writes == Some(Writes::Ready) && self.clone().write_goes_on(i)
     }
 
     /// Continues this job, if it can. Returns whether it did.
     pub(super) fn job_goes_on(&mut self, i: usize, job: Job) -> bool {
         let until = if job.step == Step::Leaving && self.is_about_to_use(i) { NOW } else { LATER };
         let c = &mut self.clients[i];
-        let (waits, session) = (c.is_read(), c.session);
+        let (waits, covers, session) = (c.is_read(), c.out, c.session);
         let next = match job.step {
             Step::Leaving => match c.table.leave(until, FILE, job.why == Why::Leave) {
                 Leave::Wait(_) if self.fault != Fault::FreeNotWaited || c.table.is_mine(FILE) => {
                     return false;
                 }
                 Leave::Go(_) if self.fault == Fault::UnlocksFirst => Some(Step::Unlock),
-                Leave::Go(_) => Some(Step::UnderLock { waits }),
+                Leave::Go(_) => Some(Step::UnderLock { waits, covers }),
                 _ if matches!(job.why, Why::Leave | Why::WantedBefore) => None,
-                _ => Some(Step::After { waits }),
+                _ => Some(Step::After { waits, covers }),
             },
-            Step::UnderLock { waits } => {
+            Step::UnderLock { waits, .. } => {
                 if waits || !self.is_out(i, job.why) {
                     return false;
                 }
+                self.clients[i].out = false;
                 Some(Step::Unlock)
             }
-            Step::After { waits } => {
+            Step::After { waits, .. } => {
                 if waits || !self.is_out(i, job.why) {
                     return false;
                 }
+                self.clients[i].out = false;
                 let c = &mut self.clients[i];
                 let wanted = matches!(job.why, Why::Wanted(_));
                 let former = wanted && c.former && self.fault != Fault::FormerForgotten;
@@ -364,7 +410,7 @@ impl World {
 
     pub(super) fn unlocked(&mut self, i: usize) {
         let c = &mut self.clients[i];
-        let waits = c.is_read();
+        let (waits, covers) = (c.is_read(), c.out);
         let Some(at) =
             c.jobs.iter().position(|j| matches!(j.step, Step::Unlock | Step::UnlockFormer))
         else {
@@ -373,7 +419,7 @@ impl World {
         let job = c.jobs.remove(at);
         c.table.left(FILE);
         if job.step == Step::Unlock && matches!(job.why, Why::Wanted(_)) {
-            c.add_job(Job { step: Step::After { waits }, ..job });
+            c.add_job(Job { step: Step::After { waits, covers }, ..job });
         } else {
             self.job_done(i, job.why);
         }
@@ -459,12 +505,13 @@ impl World {
         let c = &mut self.clients[i];
         let page_in = c.page_in.take().and_then(|p| match p {
             PageIn::Late(what) | PageIn::Reads(what) | PageIn::Read(what, _) => Some(what),
-            PageIn::Wants => None,
+            PageIn::Wants | PageIn::AtOnce(_) => None,
         });
         let writes = c.writes.take().and_then(|w| match w {
-            Writes::Uses(what) | Writes::Sent(what) => Some(what),
-            Writes::Wants => None,
+            Writes::Sent(what) => Some(what),
+            Writes::Wants | Writes::Ready => None,
         });
+        c.blocks = false;
         c.session += CLIENTS as SessionId;
         (c.leased, c.former) = (false, false);
         if c.asks.take().is_some() {
@@ -481,6 +528,7 @@ impl World {
     pub(super) fn restart(&mut self, i: usize) {
         let c = &mut self.clients[i];
         (c.table, c.jobs, c.asks, c.former) = (Pages::default(), Vec::new(), None, true);
+        (c.out, c.blocks) = (true, false);
         c.page_in = c.page_in.map(|_| PageIn::Wants);
         c.writes = c.writes.map(|_| Writes::Wants);
         if c.opened != Opened::No && c.opened != Opened::ForReading {

@@ -82,14 +82,18 @@ pub enum PageIn {
     /// From here on, giving back waits for it.
     Reads(Use),
     Read(Use, Cells),
+    /// Answered without the leader and without a use, because the kernel may wait for it before it
+    /// gives the page back.
+    AtOnce(Cells),
 }
 
 /// A write(2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Writes {
-    Wants,
     /// This node's own mapping of the page is taken out.
-    Uses(Use),
+    Wants,
+    /// That is done. From here on page-ins wait.
+    Ready,
     Sent(Use),
 }
 
@@ -120,13 +124,16 @@ pub enum Step {
     /// Uses of the file end; the lock is kept for a moment.
     Leaving,
     /// The kernel gives the page back while the lock is held. `waits`: first for a page-in.
+    /// `covers`: the page may be out, so the kernel may wait for later page-ins, too.
     UnderLock {
         waits: bool,
+        covers: bool,
     },
     Unlock,
     /// The same without a lock.
     After {
         waits: bool,
+        covers: bool,
     },
     /// Gives up the lock of a former daemon.
     UnlockFormer,
@@ -156,6 +163,8 @@ pub struct Bounds {
     pub writes: u8,
     /// Write-backs that the kernel begins on its own.
     pub write_backs: u8,
+    /// Clean pages that the kernel drops on its own.
+    pub drops: u8,
     pub closes: u8,
     pub evictions: u8,
     pub failovers: u8,
@@ -174,6 +183,8 @@ pub enum Action {
     GoOn(usize),
     Store(usize),
     WriteBack(usize),
+    /// The kernel drops the page, which is not dirty.
+    Drop(usize),
     /// A program writes.
     Write(usize),
     /// The client continues with the write.
@@ -247,4 +258,10 @@ pub enum Fault {
     AskerSilent,
     /// The holder of the lock is not asked for its pages.
     HolderNotAsked,
+    /// A page-in that the kernel may wait for before it gives pages back waits for the lock.
+    PageInsWait,
+    /// What such a page-in has brought stays in the kernel.
+    KeptAtOnce,
+    /// A write is sent although its page was handed out while it waited for the lock.
+    WritesBeside,
 }

@@ -21,7 +21,7 @@ use std::{collections::BTreeSet, time::Duration};
 
 use client::Client;
 pub use kinds::{Action, Bounds, Fault};
-use kinds::{Body, CLIENTS, Cells, FILE, Job, Message, Opened, PageIn, Stage, Step, Why, Writes};
+use kinds::{Body, CLIENTS, Cells, FILE, Job, Message, Opened, Stage, Step, Why, Writes};
 use leader::Leader;
 use strake_mds::{
     leases::{pages::Pages, writers::Writers},
@@ -221,6 +221,7 @@ impl World {
             );
             may(c.opened == Opened::ForBoth && c.page.is_some(), left.stores, Action::Store(i));
             may(!c.back && c.page.is_some_and(|p| p.dirty), left.write_backs, Action::WriteBack(i));
+            may(!c.back && c.page.is_some_and(|p| !p.dirty), left.drops, Action::Drop(i));
             may(c.opened == Opened::ForBoth && c.writes.is_none(), left.writes, Action::Write(i));
             may(matches!(c.opened, Opened::No | Opened::ForReading), left.opens, Action::Open(i));
             let idle = c.page_in.is_none() && c.writes.is_none() && !c.back;
@@ -242,7 +243,7 @@ impl World {
             }
             return;
         }
-        (c.page, c.opened) = (None, Opened::Closing);
+        (c.page, c.out, c.opened) = (None, false, Opened::Closing);
         if c.table.has(FILE, None) {
             c.add_job(Job { why: Why::Leave, step: Step::Leaving });
         }
@@ -282,6 +283,7 @@ impl World {
             Action::PageIn(_) => &mut left.page_ins,
             Action::Store(_) => &mut left.stores,
             Action::WriteBack(_) => &mut left.write_backs,
+            Action::Drop(_) => &mut left.drops,
             Action::Write(_) => &mut left.writes,
             Action::Open(_) => &mut left.opens,
             Action::Close(_) => &mut left.closes,
@@ -312,7 +314,7 @@ impl Model for World {
         match action {
             Action::Deliver(m) => self.deliver(m)?,
             Action::Step(t) => self.step(t.clone()),
-            Action::PageIn(i) => self.clients[*i].page_in = Some(PageIn::Wants),
+            Action::PageIn(i) => self.clients[*i].touches(),
             Action::GoOn(i) => self.page_in_goes_on(*i).map(drop)?,
             Action::Store(i) => {
                 let c = &mut self.clients[*i];
@@ -322,6 +324,7 @@ impl Model for World {
                 }
             }
             Action::WriteBack(i) => self.write_back(*i),
+            Action::Drop(i) => self.clients[*i].page = None,
             Action::Write(i) => {
                 let c = &mut self.clients[*i];
                 c.made[2 * i + 1] += 1;

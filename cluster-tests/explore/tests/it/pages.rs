@@ -49,6 +49,15 @@ fn a_second_writer() {
     holds(Bounds { opens: 1, ..reader() });
 }
 
+/// The page is asked for again while it is given back.
+#[test]
+fn pages_that_the_kernel_drops() {
+    holds(Bounds { drops: 1, page_ins: 3, stores: 1, ..both() });
+    holds(Bounds { drops: 1, page_ins: 2, ..beside() });
+    holds(Bounds { drops: 1, page_ins: 2, ..second() });
+    holds(Bounds { drops: 1, ..reader() });
+}
+
 #[test]
 fn files_that_are_closed() {
     holds(Bounds { closes: 1, ..beside() });
@@ -96,6 +105,9 @@ fn mistakes_are_found() {
         (Fault::FormerForgotten, Bounds { restarts: 1, stores: 0, ..beside() }),
         (Fault::AskerSilent, both()),
         (Fault::HolderNotAsked, both()),
+        (Fault::PageInsWait, Bounds { drops: 1, page_ins: 3, stores: 1, ..both() }),
+        (Fault::KeptAtOnce, Bounds { drops: 1, page_ins: 3, ..both() }),
+        (Fault::WritesBeside, Bounds { drops: 1, page_ins: 2, stores: 2, ..second() }),
     ];
     let mut missed = Vec::new();
     for (fault, bounds) in cases {

@@ -414,13 +414,9 @@ impl Pages {
     /// As [`Pages::change`], for a change after which the kernel drops the pages without writing
     /// them back: `None` if the kernel has any pages of the file.
     pub fn drops(&mut self, node: u64, span: Span) -> Option<Event> {
-        if self
-            .files
-            .get(&node)
-            .is_some_and(|f| {
-                !f.out.0.is_empty() || f.unknown || !f.page_ins.is_empty() || !f.given.is_empty()
-            })
-        {
+        if self.files.get(&node).is_some_and(|f| {
+            !f.out.0.is_empty() || f.unknown || !f.page_ins.is_empty() || !f.given.is_empty()
+        }) {
             return None;
         }
         Some(self.change(node, span).0)

@@ -403,7 +403,7 @@ impl Model {
 
     fn write(&mut self, i: usize) {
         let (value, span, writing) = self.writes[i].clone();
-        let goes_on = |id, step, span: &Span| match step {
+        let goes_on = |id, step| match step {
             Step::TakeOut(s) => Writing::Takes(id, s.start..s.end.min(PAGES)),
             Step::Apply => Writing::Ready(id),
         };
@@ -445,11 +445,11 @@ impl Model {
             },
             Writing::Sent => {
                 let (id, step) = self.table.change(FILE, span.clone());
-                goes_on(id, step, &span)
+                goes_on(id, step)
             }
             Writing::Takes(id, left) if left.is_empty() => {
                 let step = self.table.taken_out(FILE, id);
-                goes_on(id, step, &span)
+                goes_on(id, step)
             }
             Writing::Takes(id, left) => match self.take_out(left.start as usize) {
                 true => Writing::Takes(id, left.start + 1..left.end),
@@ -458,7 +458,7 @@ impl Model {
             Writing::Ready(id) if self.gives_back() => Writing::Ready(id),
             Writing::Ready(id) => match self.table.begin(FILE, id) {
                 Step::Apply => Writing::Applies(id, span.clone()),
-                step => goes_on(id, step, &span),
+                step => goes_on(id, step),
             },
             Writing::Applies(id, left) => {
                 for p in left.start as usize..left.end as usize {

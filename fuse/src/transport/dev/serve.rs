@@ -209,7 +209,11 @@ impl Serve {
         // that other clients wait for, or a write-back of pages that other nodes wait for.
         let is_write_back = matches!(body, Body::Write { from_mapping: true, .. });
         // The kernel writes nothing back until a truncation is answered.
-        let cuts = matches!(&body, Body::Setattr(set) if set.valid & abi::fattr::SIZE != 0);
+        let cuts = match &body {
+            Body::Setattr(set) => set.valid & abi::fattr::SIZE != 0,
+            Body::Open { flags } => flags & libc::O_TRUNC as u32 != 0,
+            _ => false,
+        };
         let passes = patience == Patience::UntilSignal
             || is_write_back
             || cuts
