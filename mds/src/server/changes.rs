@@ -11,6 +11,7 @@ use super::{
     chunks::Trims,
     disk_space::Need,
     fair::Fair,
+    heavy,
     locks::LockService,
     member::{Member, never_ran},
     reads::shown,
@@ -50,10 +51,11 @@ fn refusal(e: &Error) -> pb::MetaReply {
 }
 
 /// Whether a heavy list may run.
-fn check_moves(ops: &[pb::Op]) -> Result<()> {
+fn check_moves(turn: &mut heavy::Turn, ops: &[pb::Op]) -> Result<()> {
     if !Namespace::has_too_many_moves(ops) {
         return Ok(());
     }
+    turn.refused = true;
     let m = "a list that moves several names between deep directories is too much work for one \
              request; split it";
     Err(Error::new(Code::TooBig, m))
@@ -96,8 +98,7 @@ impl Changes {
             Begun::First => Some(Looking { changes: self, call }),
             Begun::Again => None,
         };
-        // If it ran already, its entry is not known, and the rights it gives must be checked once
-        // more.
+        // The entry of a list that ran already is not known: its rights are checked once more.
         let looked = if looking.is_some() { before + 1 } else { long_ago(before) };
         if let (Some(_), Err(e)) = (&looking, self.check_space(call, &request.ops)?) {
             return Ok(self.refuse_list(call, &e));
@@ -112,11 +113,8 @@ impl Changes {
             }
         }
         let mut turn = self.fair.heavy_turn(call.peer, request.session, &request.ops).await?;
-        if looking.is_some()
-            && let Err(e) = check_moves(&request.ops)
-            && let Some(turn) = turn.take()
-        {
-            turn.refused();
+        let refused = turn.as_mut().and_then(|turn| check_moves(turn, &request.ops).err());
+        if let (Some(_), Some(e)) = (&looking, refused) {
             return Ok(self.refuse_list(call, &e));
         }
         let in_log = self.fair.change_turn(call.peer, call.session(), request.ops.len()).await?;

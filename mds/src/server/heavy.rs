@@ -92,16 +92,10 @@ pub(super) struct Turn {
     machine: Arc<Line>,
     /// Whether other sessions are active.
     others: bool,
-    refused: bool,
+    /// The list is refused. Refused lists would follow each other at once.
+    pub(super) refused: bool,
     _of_all: OwnedSemaphorePermit,
     _of_machine: OwnedSemaphorePermit,
-}
-
-impl Turn {
-    /// The list is refused. Without this, refused lists would follow each other at once.
-    pub(super) fn refused(mut self) {
-        self.refused = true;
-    }
 }
 
 impl Drop for Turn {
@@ -183,7 +177,7 @@ mod tests {
         tokio::time::advance(Duration::from_secs(5)).await;
         drop(turn);
         assert_eq!(list("tcp:10.0.0.1:1", false).await, 50 + 5000 + 700);
-        h.turn("tcp:10.0.0.1:1", true).await.unwrap().refused();
+        h.turn("tcp:10.0.0.1:1", true).await.unwrap().refused = true;
         assert_eq!(list("tcp:10.0.0.1:1", false).await, 5755 + 21);
     }
 

@@ -9,7 +9,7 @@ use strake_proto::{Code, Error, Result};
 use tokio::{sync::OwnedMutexGuard, time::Instant};
 
 use super::{
-    turn::Turn,
+    turn::{Turn, use_in_turn},
     writes::{Way, Writes},
 };
 use crate::{
@@ -258,7 +258,7 @@ impl Appends {
             ),
             _ => e,
         };
-        let _using = self.core.use_in_turn(self.inode.ino, turn).await?;
+        let _using = use_in_turn(&self.core, self.inode.ino, turn).await?;
         let way = Way { operation, ..Way::only(a.session) };
         writes.write_now(a.offset, data, way).await.map_err(lost)
     }

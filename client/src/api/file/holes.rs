@@ -2,7 +2,12 @@
 
 use strake_proto::{Code, Error, Result, layout::MAX_FILE_SIZE};
 
-use super::{reads::Reads, told::Teller, turn::Turn, writes::Writes};
+use super::{
+    reads::Reads,
+    told::Teller,
+    turn::{Turn, use_in_turn},
+    writes::Writes,
+};
 use crate::{handover::operation::Operation, read::cache::Change, write::back::Back};
 
 impl Writes {
@@ -20,7 +25,7 @@ impl Writes {
             return Ok(()); // beyond all files
         }
         self.tell_errors(Teller::Write)?;
-        let _using = core.use_in_turn(inode.ino, turn).await?;
+        let _using = use_in_turn(core, inode.ino, turn).await?;
         let _bar = Back::bar(inode);
         core.writeback.send_held(inode).await;
         let _turn = inode.ranges.lock(offset..end).await;

@@ -43,17 +43,15 @@ impl<T: Turn> Turn for Arc<T> {
     }
 }
 
-impl Core {
-    /// As [`Core::use_to_change`], for a change that must have its turn when the use begins. It
-    /// waits for its turn without the use: other clients may wait for the end of the use.
-    pub(super) async fn use_in_turn(self: &Arc<Self>, ino: Ino, turn: &dyn Turn) -> Result<Using> {
-        loop {
-            let using = self.use_to_change(ino).await?;
-            if turn.begin() {
-                return Ok(using);
-            }
-            drop(using);
-            turn.wait().await;
+/// As [`Core::use_to_change`], for a change that must have its turn when the use begins. It waits
+/// for its turn without the use: other clients may wait for the end of the use.
+pub(super) async fn use_in_turn(core: &Arc<Core>, ino: Ino, turn: &dyn Turn) -> Result<Using> {
+    loop {
+        let using = core.use_to_change(ino).await?;
+        if turn.begin() {
+            return Ok(using);
         }
+        drop(using);
+        turn.wait().await;
     }
 }

@@ -7,7 +7,7 @@ use strake_proto::{Code, Error, Result, SessionId, layout::MAX_FILE_SIZE, pb};
 
 use super::{
     told::{Teller, Told},
-    turn::Turn,
+    turn::{Turn, use_in_turn},
 };
 use crate::{
     core::Core,
@@ -126,7 +126,7 @@ impl Writes {
         turn: &dyn Turn,
     ) -> Result<usize> {
         loop {
-            let using = self.core.use_in_turn(self.inode.ino, turn).await?;
+            let using = use_in_turn(&self.core, self.inode.ino, turn).await?;
             let way = Way { only: using.session(), operation, within: false };
             match self.write_now(offset, data.clone(), way).await {
                 // The lock was lost with the session. What was sent was sent under the lock.

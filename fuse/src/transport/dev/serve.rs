@@ -205,19 +205,8 @@ impl Serve {
         };
         let core = self.core.clone();
         let changes = patience == Patience::UntilKilled && !body.only_asks();
-        // A wait for a lock must not keep other requests from running. Nothing may delay an append
-        // that other clients wait for, or a write-back of pages that other nodes wait for.
-        let is_write_back = matches!(body, Body::Write { from_mapping: true, .. });
-        // The kernel writes nothing back until a truncation is answered.
-        let cuts = match &body {
-            Body::Setattr(set) => set.valid & abi::fattr::SIZE != 0,
-            Body::Open { flags } => flags & libc::O_TRUNC as u32 != 0,
-            _ => false,
-        };
-        let passes = patience == Patience::UntilSignal
-            || is_write_back
-            || cuts
-            || operation.as_ref().is_some_and(Operation::is_awaited);
+        // A wait for a lock must not keep other requests from running.
+        let passes = patience == Patience::UntilSignal || is_awaited(&body, operation.as_ref());
         self.runtime.spawn(async move {
             let mut place = Some(place);
             let reply = {
@@ -251,6 +240,18 @@ impl Serve {
             core.send(answer, reply);
             drop((waiting, place, operation));
         });
+    }
+}
+
+/// Whether other clients may wait for a request, so that nothing may delay it: an append that they
+/// wait for, a write-back of pages that they want, and a truncation, before which the kernel writes
+/// nothing back.
+fn is_awaited(body: &Body, operation: Option<&Operation>) -> bool {
+    match body {
+        Body::Write { from_mapping: true, .. } => true,
+        Body::Setattr(set) if set.valid & abi::fattr::SIZE != 0 => true,
+        Body::Open { flags } if flags & libc::O_TRUNC as u32 != 0 => true,
+        _ => operation.is_some_and(Operation::is_awaited),
     }
 }
 
