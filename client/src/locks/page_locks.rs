@@ -14,7 +14,7 @@ use crate::{
     inode::Inode,
     leases::lease_cache::forgotten,
     locks::page_uses::Using,
-    locks::pages::{Enter, Leave, Mode, Use},
+    locks::pages::{Enter, Held, Leave, Mode, Use},
     locks::{Lock, LockKind, LockType, Locks},
 };
 
@@ -106,7 +106,7 @@ impl Core {
         self.pages.table.lock().wanted(ino);
         self.leave_pages(ino, false).await;
         // Takes back pages from before the file was marked, and dirty data.
-        self.take_pages_back(ino).await;
+        self.take_pages_back(ino, Mode::Write).await;
         let session = self.metadata.current_session().map_or(0, |s| s.id);
         if self.shared.cfg.handover.as_ref().is_some_and(|k| k.former_session() == session)
             && self.pages.table.lock().leave_former(self.shared.env.boot(), ino, session)
@@ -142,7 +142,7 @@ impl Core {
                     let _ = self
                         .shared
                         .env
-                        .spawn(async move { core.unlock_held(ino, held.session).await })
+                        .spawn(async move { core.unlock_held(ino, held).await })
                         .await;
                     return;
                 }
@@ -150,24 +150,30 @@ impl Core {
         }
     }
 
-    async fn unlock_held(self: &Arc<Self>, ino: Ino, session: SessionId) {
-        self.take_pages_back(ino).await;
+    async fn unlock_held(self: &Arc<Self>, ino: Ino, held: Held) {
+        self.take_pages_back(ino, held.mode).await;
         if let Some(inode) = self.files.live_inode(ino) {
-            self.settle_writes(&inode, session).await;
+            self.settle_writes(&inode, held.session).await;
         }
         self.unlock_pages(ino).await;
         self.pages.table.lock().left(ino);
         self.pages.news.notify_waiters();
     }
 
-    async fn take_pages_back(self: &Arc<Self>, ino: Ino) {
-        self.pages.table.lock().takes_back(ino);
-        self.pages.news.notify_waiters();
+    /// `mode`: of the lock of the pages.
+    async fn take_pages_back(self: &Arc<Self>, ino: Ino, mode: Mode) {
+        let stored = mode == Mode::Write;
+        if stored {
+            self.pages.table.lock().takes_back(ino);
+            self.pages.news.notify_waiters();
+        }
         forgotten(self.lease_cache.give_back(ino)).await;
         if let Some(inode) = self.files.live_inode(ino) {
             self.writeback.send_held(&inode).await;
         }
-        self.pages.table.lock().took_back(ino);
+        if stored {
+            self.pages.table.lock().took_back(ino);
+        }
     }
 
     /// For a truncation: returns when no other client has pages of the file. The kernel writes no

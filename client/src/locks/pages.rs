@@ -32,6 +32,8 @@ pub enum Mode {
 
 /// Number of one acquisition of a lock: never used twice.
 pub type Number = u64;
+/// The number of a lock that an earlier process had.
+const FORMER: Number = 0;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Held {
@@ -73,7 +75,7 @@ struct File {
     free: usize,
     /// Number of uses under the lock.
     users: usize,
-    /// How often pages of it are being taken back from the kernel now.
+    /// How often pages of it that programs may have stored to are being taken back now.
     taking_back: usize,
     lock: Lock,
 }
@@ -244,11 +246,11 @@ impl Pages {
         }
     }
 
-    /// The lock that is held, or is being released, in this session.
+    /// The lock that is held, or is being released, in this session. Not one of an earlier process.
     pub fn number(&self, ino: Ino, session: SessionId) -> Option<Number> {
         match self.files.get(&ino)?.lock {
             Lock::Held(held) | Lock::Leaving(held) => {
-                Some(held.number).filter(|_| held.session == session)
+                Some(held.number).filter(|number| *number != FORMER && held.session == session)
             }
             Lock::None | Lock::Asked { .. } => None,
         }
@@ -267,7 +269,7 @@ impl Pages {
 
     // --- pages ---
 
-    /// Begins to take pages back from the kernel. Ends with [`Pages::took_back`].
+    /// Begins to take back pages that programs may have stored to. Ends with [`Pages::took_back`].
     pub fn takes_back(&mut self, ino: Ino) {
         self.files.entry(ino).or_default().taking_back += 1;
     }
@@ -279,11 +281,13 @@ impl Pages {
         self.tidy(ino);
     }
 
-    /// Whether pages are being taken back from the kernel, or are about to be. Until that is done
-    /// no other client has pages of the file.
+    /// Whether pages that programs may have stored to are being taken back from the kernel, or are
+    /// about to be. Until that is done no other client has pages of the file.
     pub fn is_taking_back(&self, ino: Ino) -> bool {
-        let f = self.files.get(&ino);
-        f.is_some_and(|f| f.taking_back > 0 || matches!(f.lock, Lock::Leaving(_)))
+        let is_left = |held: Held| held.mode == Mode::Write && held.number != FORMER;
+        self.files.get(&ino).is_some_and(|f| {
+            f.taking_back > 0 || matches!(f.lock, Lock::Leaving(held) if is_left(held))
+        })
     }
 
     // --- the lock ---
@@ -357,7 +361,7 @@ impl Pages {
             f.lock = Lock::Leaving(Held {
                 mode,
                 session,
-                number: 0,
+                number: FORMER,
                 since: now,
                 hold: HOLD,
                 used: None,

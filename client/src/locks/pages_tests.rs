@@ -72,6 +72,13 @@ fn pages_that_are_being_taken_back_are_known() {
     assert!(p.is_taking_back(F) && p.number(F, 1) == Some(1), "it is still held");
     p.left(F);
     assert!(!p.is_taking_back(F) && p.number(F, 1).is_none());
+    let what = got(&mut p, ms(0), Mode::Read, 1);
+    p.ended(ms(0), F, what);
+    assert!(matches!(p.leave(ms(0), F, true), Leave::Go(_)));
+    assert!(!p.is_taking_back(F), "others may have such pages, too");
+    p.left(F);
+    assert!(p.leave_former(ms(0), F, 1));
+    assert!(!p.is_taking_back(F) && p.number(F, 1).is_none());
 }
 
 #[test]
