@@ -298,7 +298,7 @@ impl Core {
             // truncate. The lock cannot be held until then: a client that is asked for a report
             // first may wait for it.
             let used = match size {
-                Some(_) => Some(self.use_to_cut(set.ino).await?),
+                Some(_) => self.use_to_cut(set.ino).await?,
                 None => None,
             };
             // Own writes count as made before the truncate, including those not sent yet.
@@ -332,8 +332,8 @@ impl Core {
             }
             let (ino, attr) = (r.ino, attr_of(r)?);
             let cut = async {
-                let lasts = |used: Option<_>| used.is_some_and(|u| self.pages.lasts(ino, u));
-                if used.is_some_and(|used| !lasts(used))
+                if size.is_some()
+                    && !used.is_some_and(|used| self.pages.lasts(ino, used))
                     && let Err(e) = self.use_to_cut(ino).await
                 {
                     tracing::warn!(ino, "others may have pages of a truncated file: {e}");

@@ -177,7 +177,8 @@ impl Core {
     }
 
     /// For a truncation: returns when no other client has pages of the file. The kernel writes no
-    /// page back until it has the answer, so this does not wait for pages that are taken back here.
+    /// page back until it has the answer, so this does not wait for pages that are taken back here
+    /// (`None`).
     pub(crate) async fn use_to_cut(self: &Arc<Self>, ino: Ino) -> Result<Option<Use>> {
         let taking_back = async {
             loop {
