@@ -19,7 +19,7 @@ use tokio::sync::oneshot;
 use crate::{Role, conn::Options};
 
 /// A handshake keeps its place for at least this long before another one may take it.
-const LEAST: Duration = Duration::from_millis(500);
+const LEAST: Duration = Duration::from_secs(1);
 
 struct Half {
     from: IpAddr,
@@ -209,17 +209,17 @@ mod tests {
         let mut flood: Vec<_> = (0..3).map(|i| p.enter(at(2), ms(i)).ok().unwrap()).collect();
         assert_eq!(
             p.enter(at(3), ms(100)).err(),
-            Some(Duration::from_millis(400)),
+            Some(Duration::from_millis(900)),
             "each has a moment"
         );
-        let mut new = p.enter(at(2), ms(500)).ok().unwrap();
+        let mut new = p.enter(at(2), ms(1000)).ok().unwrap();
         assert!(is_pushed(&mut flood[0]) && !is_pushed(&mut flood[1]) && !is_pushed(&mut quiet));
-        let _last = p.enter(at(3), ms(501)).ok().unwrap();
+        let _last = p.enter(at(3), ms(1001)).ok().unwrap();
         assert!(is_pushed(&mut flood[1]) && !is_pushed(&mut new) && !is_pushed(&mut quiet));
         drop(flood);
         drop(quiet);
         // The finished handshake has given its place back: one of the flood is left.
-        let _more = p.enter(at(2), ms(502)).ok().unwrap();
+        let _more = p.enter(at(2), ms(1002)).ok().unwrap();
         assert_eq!(p.table.lock().half.len(), 3);
     }
 

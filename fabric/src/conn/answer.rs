@@ -34,11 +34,27 @@ pub(super) struct Answer {
     pub streamed: bool,
     /// It is for a client, which may not read it, so the memory it takes is limited.
     pub is_bounded: bool,
-    pub _owed: Owed,
-    pub done: bool,
+    _owed: Owed,
+    done: bool,
 }
 
 impl Answer {
+    /// To a request whose header arrived at that time.
+    pub fn new(s: &Arc<Shared>, h: &Header, arrived: Instant, owed: Owed) -> Answer {
+        Answer {
+            shared: s.clone(),
+            header: *h,
+            arrived,
+            place: None,
+            room: None,
+            lent: false,
+            streamed: false,
+            is_bounded: false,
+            _owed: owed,
+            done: false,
+        }
+    }
+
     /// Waits until enough of the payloads that were asked for before is written. False: the caller
     /// no longer waits for the answer.
     pub async fn payload_room(&mut self, len: usize) -> bool {

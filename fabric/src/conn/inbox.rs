@@ -19,7 +19,7 @@ use strake_proto::{
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
-    time::{Instant, timeout},
+    time::{Instant, sleep, timeout},
 };
 
 use super::{
@@ -51,6 +51,27 @@ impl Incoming for tokio::io::ReadHalf<tokio::io::DuplexStream> {}
 /// payload's buffer, so this is small.
 const AHEAD: usize = 8 << 10;
 
+/// How long the reservation of a body counts after the body has stopped or its connection has ended.
+/// Its memory is free, but a peer that connects anew cannot send as much again at once.
+const UNFINISHED: Duration = Duration::from_secs(2);
+
+/// The reservation of a body of which a part is missing.
+struct Unfinished<'a> {
+    shared: &'a Shared,
+    charge: Option<Charge>,
+}
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        if let Some(charge) = self.charge.take() {
+            self.shared.env.spawn(async move {
+                sleep(UNFINISHED).await;
+                drop(charge);
+            });
+        }
+    }
+}
+
 /// The socket with the bytes that were read ahead.
 pub(super) struct Inbox<'a, R> {
     shared: &'a Shared,
@@ -58,7 +79,7 @@ pub(super) struct Inbox<'a, R> {
     buf: Box<[u8]>,
     start: usize,
     end: usize,
-    /// Whether a frame has begun and then stopped.
+    /// Whether a frame has begun, and no more of it is read.
     stopped: AtomicBool,
 }
 
@@ -68,7 +89,12 @@ impl<'a, R> Inbox<'a, R> {
         Inbox { shared, rd, buf: vec![0; AHEAD].into(), start: 0, end: 0, stopped }
     }
 
-    /// Whether a frame has begun and then stopped.
+    /// No more is read, though a frame has begun.
+    pub fn stop(&self) {
+        self.stopped.store(true, Relaxed);
+    }
+
+    /// Whether a frame has begun, and no more of it is read.
     pub fn has_stopped(&self) -> bool {
         self.stopped.load(Relaxed)
     }
@@ -162,7 +188,9 @@ impl<R: Incoming> Inbox<'_, R> {
             b
         } else {
             let mut b = vec![0; len];
+            let mut unfinished = Unfinished { shared: self.shared, charge: charge.cloned() };
             self.exact(&mut b).await?;
+            unfinished.charge = None;
             match charge {
                 Some(charge) => charge.on(b),
                 None => Bytes::from(b),

@@ -15,9 +15,9 @@ pub struct Options {
     pub connect_timeout: Duration,
     /// How long the handshake may take, at both ends.
     pub handshake_timeout: Duration,
-    /// Accepted connections whose handshake is not finished. As many as a thousand clients make
-    /// when their leader dies: with fewer, connections are accepted so slowly that those at the end
-    /// give up and begin anew. Beyond the limit the oldest is dropped, see [`crate::places`].
+    /// Accepted connections whose handshake is not finished. More than a thousand clients make when
+    /// their leader dies: with fewer, connections are accepted so slowly that those at the end give
+    /// up and begin anew. Beyond the limit the oldest is dropped, see [`crate::places`].
     pub max_half_open: usize,
     /// Accepted connections of one listener. An eighth is reserved for servers; one machine has at
     /// most half of all.
@@ -48,7 +48,7 @@ impl Default for Options {
             max_handlers: 256,
             connect_timeout: Duration::from_secs(1),
             handshake_timeout: Duration::from_secs(5),
-            max_half_open: 1024,
+            max_half_open: 2048,
             max_connections: 8192,
             frame_pause: Duration::from_secs(10),
             frame_pause_full: Duration::from_millis(200),

@@ -18,7 +18,7 @@ use super::{
 use crate::{BufMut, Message, Peer, Road, Service};
 
 /// How long a connection whose frame has stopped stays open before it is closed.
-const LINGER: Duration = Duration::from_secs(1);
+const LINGER: Duration = Duration::from_secs(2);
 
 /// Reads until the connection ends, and says why it did.
 pub(super) async fn run<R: Incoming>(
@@ -50,8 +50,7 @@ pub(super) async fn run<R: Incoming>(
         };
         if let Err(e) = done {
             if inbox.has_stopped() && service.is_some() {
-                // It keeps no memory any more. If it were closed at once, the peer would reconnect
-                // at once.
+                // If it were closed at once, the peer would reconnect at once.
                 s.go_away();
                 let _ = timeout(LINGER, s.closed()).await;
             }

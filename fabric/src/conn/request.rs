@@ -28,42 +28,34 @@ pub(super) async fn request<R: Incoming>(
 ) -> Result<()> {
     let (arrived, owed) = (Instant::now(), s.liveness.owe());
     let body_room = body_room(s, h, peer.role == Role::Client).await;
-    let body = match &body_room {
-        Ok(charge) => inbox.body(h, charge.as_ref()).await?,
-        Err(_) => {
-            inbox.skip(h.body_len).await?;
-            Bytes::new()
+    let charge = match body_room {
+        Ok(charge) => charge,
+        Err(e) => {
+            // To read and discard the body would cost as much as to take it.
+            inbox.stop();
+            Answer::new(s, h, arrived, owed).send(Err(e.clone()), None);
+            return Err(e);
         }
     };
+    let body = inbox.body(h, charge.as_ref()).await?;
     let regions = inbox.regions(h).await?;
-    let lent = regions.is_some();
+    let mut answer = Answer::new(s, h, arrived, owed);
+    answer.lent = regions.is_some();
     let Regions { payload: parts, room } = regions.unwrap_or_default();
     let behind = if parts.is_empty() { h.payload_len } else { 0 };
-    let mut answer = Answer {
-        shared: s.clone(),
-        header: *h,
-        arrived,
-        place: None,
-        room,
-        lent,
-        streamed: behind as usize > INLINE,
-        is_bounded: false,
-        _owed: owed,
-        done: false,
-    };
-    let refusal = match (body_room, service) {
-        (Err(e), _) => e,
-        (Ok(_), _) if is_for_room(s, h) => {
+    (answer.room, answer.streamed) = (room, behind as usize > INLINE);
+    let refusal = match service {
+        _ if is_for_room(s, h) => {
             inbox.skip(behind).await?;
             let asked = lend_room(s.clone(), body);
             s.env.spawn(async move { answer.send(asked.await, None) });
             return Ok(());
         }
-        (Ok(_), _) if s.phase() != Phase::Open => {
+        _ if s.phase() != Phase::Open => {
             Error::new(Code::Disconnected, "this server is shutting down")
         }
-        (Ok(_), None) => crate::unknown_opcode(h.opcode),
-        (Ok(charge), Some(service)) => {
+        None => crate::unknown_opcode(h.opcode),
+        Some(service) => {
             let m = Message { opcode: h.opcode, trace: h.trace, body, ..Message::default() };
             let asked = Asked { m, parts, peer: peer.clone(), service: service.clone() };
             return take(s, inbox, h, charge, asked, answer).await;

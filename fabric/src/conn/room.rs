@@ -88,11 +88,12 @@ impl Share {
     /// Waits for memory. A request above a machine's share takes all of that share.
     pub async fn take(&self, bytes: usize) -> Taken {
         let bytes = bytes.min(self.each) as u32;
+        let of = self.own.clone();
         let _waits = (self.own.left.available_permits() < bytes as usize)
             .then(|| Waits::new(&self.own.waiting));
         let own = self.own.left.clone().acquire_many_owned(bytes).await;
         let all = self.all.clone().acquire_many_owned(bytes).await;
-        Taken { _own: own.ok(), _all: all.ok() }
+        Taken { _own: own.ok(), _all: all.ok(), _of: of }
     }
 
     /// Whether another caller of the same machine waits for memory.
@@ -111,6 +112,8 @@ impl Share {
 pub(crate) struct Taken {
     _own: Option<OwnedSemaphorePermit>,
     _all: Option<OwnedSemaphorePermit>,
+    /// The machine stays known.
+    _of: Arc<Machine>,
 }
 
 /// The reservation of a long body. It is given back when the last part of the body is dropped, or

@@ -32,6 +32,10 @@ static STARVED: Quiet = Quiet::new();
 /// clients beyond that try again after a second.
 const BACKLOG: u32 = 4096;
 
+/// How long the kernel keeps a connection that has sent nothing before this process accepts it. The
+/// dialer sends first, so only silent connections wait.
+const SILENT: Duration = Duration::from_secs(3);
+
 /// The [`Fabric`] over TCP. Clones share everything.
 #[derive(Clone)]
 pub struct TcpFabric {
@@ -183,14 +187,25 @@ fn host_port(e: &Endpoint) -> Result<(&str, u16)> {
     }
 }
 
-/// As [`TcpListener::bind`], with a longer queue.
+/// Sets an option of a socket that rustix does not name. Says whether it is set.
+fn set(fd: &impl AsFd, level: libc::c_int, name: libc::c_int, value: libc::c_int) -> bool {
+    let (fd, at) = (fd.as_fd().as_raw_fd(), (&raw const value).cast());
+    // SAFETY: `at` points to a `c_int`, whose size is given.
+    unsafe { libc::setsockopt(fd, level, name, at, size_of::<libc::c_int>() as u32) == 0 }
+}
+
+/// As [`TcpListener::bind`], with a longer queue; silent connections wait in the kernel.
 async fn bind(host: &str, port: u16) -> std::io::Result<TcpListener> {
     let mut failed = std::io::Error::other("the name has no address");
     for at in tokio::net::lookup_host((host, port)).await? {
         let socket = if at.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
         socket.set_reuseaddr(true)?;
         match socket.bind(at).and_then(|()| socket.listen(BACKLOG)) {
-            Ok(l) => return Ok(l),
+            Ok(l) => {
+                // Without it silent connections only cost more.
+                set(&l, libc::IPPROTO_TCP, libc::TCP_DEFER_ACCEPT, SILENT.as_secs() as libc::c_int);
+                return Ok(l);
+            }
             Err(e) => failed = e,
         }
     }
@@ -252,18 +267,7 @@ impl Fabric for TcpFabric {
 
 impl Incoming for OwnedReadHalf {
     fn wake_at(&self, bytes: usize) -> bool {
-        let bytes = bytes as libc::c_int;
-        let (fd, value) = (self.as_ref().as_raw_fd(), (&raw const bytes).cast());
-        // SAFETY: `value` points to a `c_int`, whose size is given. Failure leaves the reader woken
-        // more often.
-        unsafe {
-            libc::setsockopt(
-                fd,
-                libc::SOL_SOCKET,
-                libc::SO_RCVLOWAT,
-                value,
-                size_of::<libc::c_int>() as u32,
-            ) == 0
-        }
+        // Failure leaves the reader woken more often.
+        set(self.as_ref(), libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes as libc::c_int)
     }
 }

@@ -19,7 +19,7 @@ use strake_fabric::{
     },
 };
 use strake_proto::{
-    Result, WIRE_VERSION,
+    Code, Result, WIRE_VERSION,
     checksum::crc32c,
     frame::{Header, Kind, MAX_BODY, MAX_PAYLOAD},
     opcode,
@@ -57,6 +57,13 @@ async fn raw(at: &Endpoint) -> TcpStream {
 /// A client's connection on which frames are written by hand.
 async fn shaken(at: &Endpoint) -> TcpStream {
     shake(raw(at).await).await
+}
+
+/// A connection that sends one byte and then nothing.
+async fn begun(at: &Endpoint) -> TcpStream {
+    let mut s = raw(at).await;
+    s.write_all(&[0]).await.unwrap();
+    s
 }
 
 async fn shake(mut s: TcpStream) -> TcpStream {
@@ -110,8 +117,8 @@ async fn silent_strangers_make_place_for_who_shakes_hands() {
     );
     let there = client.connect(guard.endpoint(), None).await.unwrap();
     let mut mute = Vec::new();
-    for _ in 0..40 {
-        mute.push(raw(guard.endpoint()).await);
+    for _ in 0..24 {
+        mute.push(begun(guard.endpoint()).await);
     }
     let began = Instant::now();
     let new = client.connect(guard.endpoint(), None).await.unwrap();
@@ -221,6 +228,42 @@ async fn bodies_have_their_room_before_they_are_read() {
         assert!(is_closed(s).await);
     }
     echo(&*conn, MAX_BODY as usize, 0).await;
+}
+
+#[tokio::test]
+async fn a_machine_whose_bodies_stop_has_less_memory_for_a_while() {
+    // One body for each machine.
+    let options = Options { max_body_bytes: 2 * MAX_BODY as usize, ..Options::default() };
+    let (_f, guard) = serve(16 << 20, options).await;
+    let body = vec![0; MAX_BODY as usize];
+    let head = header(&body, MAX_BODY, 0);
+    let began = Instant::now();
+    let mut first = shake(from_elsewhere(guard.endpoint()).await).await;
+    first.write_all(&head).await.unwrap();
+    first.write_all(&body[1..]).await.unwrap();
+    // The server sends a sign of life or GOAWAY; the peer connects anew at once.
+    first.read_exact(&mut [0; 64]).await.unwrap();
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    drop(first);
+    let client = fabric(client_identity(), 64 << 20, Options::default());
+    let conn = client.connect(guard.endpoint(), None).await.unwrap();
+    let mut served = Vec::new();
+    while served.is_empty() {
+        let mut s = shake(from_elsewhere(guard.endpoint()).await).await;
+        let _ = timeout(Duration::from_secs(1), s.write_all(&[&head[..], &body].concat())).await;
+        let status = loop {
+            let mut answer = [0; 64];
+            s.read_exact(&mut answer).await.unwrap();
+            let h = Header::decode(&answer).unwrap();
+            if h.kind == Kind::Response {
+                break h.status;
+            }
+        };
+        assert!(status == 0 || status == Code::Overloaded as u16, "{status}");
+        served.extend((status == 0).then(|| began.elapsed()));
+        echo(&*conn, MAX_BODY as usize, 0).await;
+    }
+    assert!(served[0] > Duration::from_secs(2), "{served:?}");
 }
 
 /// Answers reads with pool memory, as storage servers do; answers with long bodies, as metadata

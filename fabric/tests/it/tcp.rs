@@ -205,8 +205,13 @@ async fn bad_handshakes_are_dropped() {
     };
     let f = fabric_with(Identity::server(&[1; 32]), None, options);
     let (service, guard) = serve(&f).await;
-    // Four silent connections take all places for a while; then the fifth is served.
-    let mute: Vec<TcpStream> = futures_util::future::join_all((0..4).map(|_| raw(&guard))).await;
+    // Four connections that send one byte take all places for a while; then the fifth is served.
+    let mut mute = Vec::new();
+    for _ in 0..4 {
+        let mut s = raw(&guard).await;
+        s.write_all(&[0]).await.unwrap();
+        mute.push(s);
+    }
     works(&*server().connect(guard.endpoint(), None).await.unwrap()).await;
     drop(mute);
     let mut s = raw(&guard).await;
