@@ -3,9 +3,11 @@
 //!
 //! A [`Model`] is a world of real cores and the network between them: `leases` is the world of
 //! `docs/leases.md`, `writeback` of its section "Write-back", `chain` of `docs/replication.md`,
-//! `pages` of "Between nodes" in `docs/mappings.md`, `locks` of `docs/locks.md`.
+//! `pages` of "Between nodes" in `docs/mappings.md`, `locks` of `docs/locks.md`, `leader` of
+//! `docs/leader-lease.md`.
 
 pub mod chain;
+pub mod leader;
 pub mod leases;
 pub mod locks;
 pub mod pages;

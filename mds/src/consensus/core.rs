@@ -33,7 +33,7 @@ use strake_proto::{Code, Error, Result, layout::splitmix64};
 
 use super::{
     check,
-    leader_lease::{self, LeaderLease},
+    leader_lease::{self, LeaderLease, Promise},
     log::{LogImage, LogOp},
     logger::logger,
     types::Config,
@@ -82,11 +82,8 @@ pub struct Core {
     id: u64,
     timeouts: (usize, usize),
     rng: u64,
-    /// Ticks during which no vote is given.
-    quiet: usize,
-    /// Ticks during which a vote is given only to a candidate that the leader has chosen.
-    promised: usize,
-    /// This member's own promise, as the others are told it.
+    promise: Promise,
+    /// How long the promise lasts at least, as the others are told.
     vote_wait: Duration,
     pub(super) lease: LeaderLease,
     /// The state is being replaced, or is lost: nothing is applied until a snapshot is in.
@@ -159,8 +156,10 @@ impl Core {
             id: cfg.id,
             timeouts: cfg.election_ticks,
             rng: seed,
-            quiet: if pristine { 0 } else { cfg.start_wait_ticks() },
-            promised: 0,
+            promise: Promise::new(
+                cfg.election_ticks.0,
+                if pristine { 0 } else { cfg.start_wait_ticks() },
+            ),
             vote_wait: cfg.vote_wait(),
             lease: LeaderLease::new(cfg.lease_reads),
             lost_state,
@@ -172,15 +171,14 @@ impl Core {
         };
         core.own_timeout();
         if core.conf().voters == [core.id] {
-            core.quiet = 0;
+            core.promise = Promise::new(cfg.election_ticks.0, 0);
             core.raw.campaign().map_err(oops)?;
         }
         Ok(core)
     }
 
     pub fn tick(&mut self) {
-        self.quiet = self.quiet.saturating_sub(1);
-        self.promised = self.promised.saturating_sub(1);
+        self.promise.tick();
         let raft = &self.raw.raft;
         let fires = raft.state != StateRole::Leader
             && raft.election_elapsed + 1 >= raft.randomized_election_timeout();
@@ -236,7 +234,7 @@ impl Core {
             tracing::warn!(from = m.from, ?kind, "dropped a raft message that {why}");
             return;
         }
-        let may_vote = self.quiet == 0 && (self.promised == 0 || m.context == CAMPAIGN_TRANSFER);
+        let may_vote = self.promise.may_vote(m.context == CAMPAIGN_TRANSFER);
         if !may_vote && matches!(kind, MsgRequestVote | MsgRequestPreVote) {
             return;
         }
@@ -255,7 +253,7 @@ impl Core {
             tracing::debug!(from, ?kind, "raft message not accepted: {e}");
         }
         if term == self.term() && from == self.leader() {
-            self.promised = self.timeouts.0;
+            self.promise.heard();
         }
         if kind == MsgAppend
             && term == self.term()
@@ -608,7 +606,7 @@ impl Core {
     /// raft-rs asserts that no write to the disk is outstanding when a member becomes leader.
     fn may_campaign(&self) -> bool {
         let log = &self.raw.raft.raft_log;
-        self.quiet == 0
+        self.promise.has_started()
             && !self.lost_state
             && !self.stalled
             && self.waiting.is_empty()

@@ -1,6 +1,6 @@
 //! The leader's lease: a time during which no other member can lead, so that the leader answers
-//! reads without asking the others. Why it holds is in `docs/leader-lease.md`. Times are those of
-//! the clock since boot, given by the caller.
+//! reads without asking the others. It rests on the [`Promise`] of the other members. Why it holds
+//! is in `docs/leader-lease.md`. Times are those of the clock since boot, given by the caller.
 
 use std::{
     collections::BTreeMap,
@@ -16,9 +16,48 @@ const LONGEST: Duration = Duration::from_millis(250);
 /// How long a restarted member gives no vote, at least.
 pub(super) const START_WAIT: Duration = Duration::from_millis(350);
 
+/// A member's promise to give no vote for a while. Counted in its own ticks.
+#[derive(Clone, Debug, Hash)]
+pub struct Promise {
+    /// Ticks after a start during which no vote is given: what was promised before is not known.
+    start: usize,
+    /// Ticks during which a vote is given only to a candidate that the leader has chosen.
+    left: usize,
+    /// How long it lasts.
+    ticks: usize,
+}
+
+impl Promise {
+    /// A promise of `ticks`, by a member that gives no vote for its first `start` ticks.
+    pub fn new(ticks: usize, start: usize) -> Promise {
+        Promise { start, left: 0, ticks }
+    }
+
+    /// A tick has passed.
+    pub fn tick(&mut self) {
+        self.start = self.start.saturating_sub(1);
+        self.left = self.left.saturating_sub(1);
+    }
+
+    /// This member has taken a message from the leader of its term.
+    pub fn heard(&mut self) {
+        self.left = self.ticks;
+    }
+
+    /// Whether a vote may be given; `chosen`: to a candidate that the leader has chosen.
+    pub fn may_vote(&self, chosen: bool) -> bool {
+        self.start == 0 && (self.left == 0 || chosen)
+    }
+
+    /// Whether enough time has passed since the start to ask for votes.
+    pub fn has_started(&self) -> bool {
+        self.start == 0
+    }
+}
+
 /// The lease of this member, should it lead.
-#[derive(Default)]
-pub(super) struct LeaderLease {
+#[derive(Clone, Debug, Default, Hash)]
+pub struct LeaderLease {
     enabled: bool,
     /// How long each other member gives no vote after it has taken a message from its leader, by
     /// its own clock.
@@ -33,24 +72,26 @@ pub(super) struct LeaderLease {
 }
 
 impl LeaderLease {
-    pub(super) fn new(enabled: bool) -> LeaderLease {
+    /// `enabled`: leases may be won.
+    pub fn new(enabled: bool) -> LeaderLease {
         LeaderLease { enabled, ..LeaderLease::default() }
     }
 
     /// Another member has said how long it waits before it votes; zero: it does not say.
-    pub(super) fn note_vote_wait(&mut self, id: u64, wait: Duration) {
+    pub fn note_vote_wait(&mut self, id: u64, wait: Duration) {
         self.vote_waits.insert(id, wait);
     }
 
     /// A round of messages begins. If a majority answers it, the lease lasts from `now` on.
-    pub(super) fn begin(&mut self, number: u64, term: u64, now: Duration) {
+    pub fn begin(&mut self, number: u64, term: u64, now: Duration) {
         if self.enabled && self.given_up != term {
             self.round = Some((number, term, now));
         }
     }
 
-    /// A majority of `voters` has answered this round.
-    pub(super) fn confirm(&mut self, number: u64, own: Duration, others: &[u64]) {
+    /// A majority of the voters has answered this round. `own`: this member's own wait; `others`:
+    /// the other voters.
+    pub fn confirm(&mut self, number: u64, own: Duration, others: &[u64]) {
         let Some((_, term, began)) = self.round.take_if(|r| r.0 == number) else { return };
         let end = began + self.length(own, others);
         self.held = if self.held.0 == term { (term, self.held.1.max(end)) } else { (term, end) };
@@ -65,18 +106,19 @@ impl LeaderLease {
 
     /// The membership is about to change, or has changed: a majority of the former members is not
     /// one of the next.
-    pub(super) fn suspend(&mut self) {
+    pub fn suspend(&mut self) {
         (self.round, self.held) = (None, (0, Duration::ZERO));
     }
 
     /// Leadership is being handed over. Votes for the successor do not wait, also if the transfer
     /// is given up, so there is no lease for the rest of the term.
-    pub(super) fn give_up(&mut self, term: u64) {
+    pub fn give_up(&mut self, term: u64) {
         self.suspend();
         self.given_up = term;
     }
 
-    fn end(&self, term: u64) -> Duration {
+    /// The end of the lease that was won in this term; zero: there is none.
+    pub fn end(&self, term: u64) -> Duration {
         if self.held.0 == term { self.held.1 } else { Duration::ZERO }
     }
 }

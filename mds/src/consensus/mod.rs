@@ -14,7 +14,7 @@ pub mod core;
 pub mod disk_log;
 mod driver;
 mod health;
-mod leader_lease;
+pub mod leader_lease;
 pub mod log;
 mod logger;
 mod mem_log;

@@ -2,6 +2,7 @@
 //! linking it.
 
 mod chain;
+mod leader;
 mod leases;
 mod locks;
 mod pages;
