@@ -18,7 +18,7 @@ use strake_mds::{
     cluster::moves::is_moving,
     consensus::MemLog,
     leases::Limits,
-    server::{self as mds_server, MdsServer},
+    server::{self as mds_server, MdsServer, ReadCheck},
 };
 use strake_oss::{
     device::mem::{MemDevice, Tear},
@@ -104,6 +104,8 @@ pub struct Cluster {
     pub copies: u32,
     rng: StdRng,
     start: Instant,
+    /// How leaders make sure that they still lead when they answer a read.
+    reads: ReadCheck,
     /// The session term, if it is not the default.
     pub session_term: Option<Duration>,
     /// How long the leader waits for a dead target before it rebuilds, if not the default.
@@ -177,6 +179,7 @@ impl Cluster {
             copies: COPIES,
             rng,
             start,
+            reads: if seed % 8 == 5 { ReadCheck::Quorum } else { ReadCheck::Lease },
             session_term: None,
             rebuild_after: None,
             first_level: None,
@@ -267,6 +270,7 @@ impl Cluster {
                 cluster: [7; 16],
             };
             let mut config = mds_config(node, self.copies);
+            config.reads = self.reads;
             if let Some(term) = self.session_term {
                 config.session_term_ms = term.as_millis() as u64;
             }

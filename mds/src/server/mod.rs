@@ -57,6 +57,6 @@ mod wire;
 #[cfg(test)]
 mod tests;
 
-pub use config::{Config, parse_peer};
+pub use config::{Config, ReadCheck, parse_peer};
 pub use disk::{read_identity, start_on_disk};
 pub use start::{MdsServer, Parts, start};
