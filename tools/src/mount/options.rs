@@ -203,16 +203,23 @@ impl Options {
     /// instead of being an error.
     pub fn take(&mut self, text: &str, sloppy: bool) -> Result<Vec<String>> {
         let mut unknown = Vec::new();
-        for option in split(text)? {
+        let all = split(text)?;
+        for option in &all {
             let (name, value) = match option.split_once('=') {
                 Some((n, v)) => (n, Some(unquoted(v))),
-                None => (option, None),
+                None => (*option, None),
             };
             if !self.one(name, value)? {
                 if !sloppy {
                     return Err(not_known(name));
                 }
                 unknown.push(name.to_string());
+            }
+        }
+        // mount(8) moves these to the front, so their place in the list means nothing.
+        for name in ["nosuid", "nodev"] {
+            if all.contains(&name) {
+                self.flags.push(name.into());
             }
         }
         Ok(unknown)
@@ -425,7 +432,9 @@ mod tests {
         assert_eq!(flags(&o.flags), base | MountFlags::NOATIME);
         assert_eq!(of("").unwrap(), Options::default());
         assert_eq!(flags(&of("allow_suid").unwrap().flags), MountFlags::NODEV);
-        assert_eq!(flags(&of("allow_dev,allow_suid,nosuid").unwrap().flags), MountFlags::NOSUID);
+        for list in ["allow_dev,allow_suid,nosuid", "rw,nosuid,allow_dev,allow_suid"] {
+            assert_eq!(flags(&of(list).unwrap().flags), MountFlags::NOSUID, "{list}");
+        }
         assert_eq!(
             (
                 of("write_back").unwrap().write_back,
