@@ -89,7 +89,7 @@ pub use locks::{
 pub use locks::{pages, unlocking, waiting_list};
 pub use strake_proto::{
     ids::ROOT_INO,
-    pb::{Attr, Creds, Layout, LayoutSpec, Roads, SetAttr, StatfsReply},
+    pb::{Attr, Creds, Layout, LayoutSpec, SetAttr, StatfsReply, Transports},
 };
 #[doc(hidden)]
 pub use write::dirty;

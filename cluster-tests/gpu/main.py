@@ -144,7 +144,7 @@ class Run:
             raise Failed(answer.get("refused") or answer.get("error") or said)
         return answer
 
-    # A cluster of one copy: what is measured is the road to the device, not replication.
+    # A cluster of one copy: what is measured is the path to the device, not replication.
     @contextlib.contextmanager
     def cluster(self, folder):
         if not folder.is_dir() or not os.access(folder, os.W_OK):

@@ -27,7 +27,7 @@ use tokio::sync::Semaphore;
 
 use crate::{
     region::{Arena, Place, REGION, Region},
-    traffic::{ByRoad, Road, Went},
+    traffic::{ByTransport, Transport, Went},
 };
 
 /// Alignment of every pooled buffer: enough for `O_DIRECT` and for registration.
@@ -321,20 +321,20 @@ pub struct BufMut {
     len: usize,
     home: Option<Home>,
     /// The transport that brought its bytes.
-    road: Road,
+    transport: Transport,
     /// The transports that sent its bytes since it was filled.
     went: Went,
 }
 
 impl BufMut {
     fn new(block: Block, len: usize, home: Option<Home>) -> BufMut {
-        BufMut { block, len, home, road: Road::Local, went: Went::default() }
+        BufMut { block, len, home, transport: Transport::Local, went: Went::default() }
     }
 
     /// Notes the transport that brought its bytes. A new buffer, and one that is written again, has
-    /// [`Road::Local`].
-    pub fn came_by(&mut self, road: Road) {
-        self.road = road;
+    /// [`Transport::Local`].
+    pub fn came_by(&mut self, transport: Transport) {
+        self.transport = transport;
     }
 
     /// A zeroed buffer that belongs to no pool.
@@ -474,27 +474,27 @@ impl Buf {
         }
     }
 
-    /// The transport that brought its bytes. Copied bytes have [`Road::Local`].
-    pub fn road(&self) -> Road {
+    /// The transport that brought its bytes. Copied bytes have [`Transport::Local`].
+    pub fn transport(&self) -> Transport {
         match &self.owner {
-            Owner::Pooled(b) => b.road,
-            Owner::Bytes(_) => Road::Local,
+            Owner::Pooled(b) => b.transport,
+            Owner::Bytes(_) => Transport::Local,
         }
     }
 
     /// Notes that all of it was sent by this transport and has arrived.
-    pub fn sent_by(&self, road: Road) {
+    pub fn sent_by(&self, transport: Transport) {
         if let Owner::Pooled(b) = &self.owner {
-            b.went.add(road, self.len());
+            b.went.add(transport, self.len());
         }
     }
 
     /// Bytes sent by each transport since the whole buffer, of which this may be a part, was
     /// filled. Bytes sent twice count twice.
-    pub fn went(&self) -> ByRoad {
+    pub fn went(&self) -> ByTransport {
         match &self.owner {
             Owner::Pooled(b) => b.went.look(),
-            Owner::Bytes(_) => ByRoad::default(),
+            Owner::Bytes(_) => ByTransport::default(),
         }
     }
 
@@ -523,7 +523,7 @@ impl Buf {
             Owner::Pooled(b) if range.start == 0 => match Arc::try_unwrap(b) {
                 Ok(mut b) => {
                     b.truncate(range.end);
-                    (b.road, b.went) = (Road::Local, Went::default());
+                    (b.transport, b.went) = (Transport::Local, Went::default());
                     Ok(b)
                 }
                 Err(b) => Err(Buf { owner: Owner::Pooled(b), range }),
@@ -613,25 +613,28 @@ mod tests {
     fn marks_stay_with_the_bytes_and_not_with_the_memory() {
         let pool = Pool::new(64 << 20);
         let mut b = pool.get_now(100);
-        assert_eq!(b.road, Road::Local);
-        b.came_by(Road::Tcp);
+        assert_eq!(b.transport, Transport::Local);
+        b.came_by(Transport::Tcp);
         let b = b.freeze();
         let part = b.slice(10..30);
-        assert_eq!((part.road(), Buf::copy_from(&part).road()), (Road::Tcp, Road::Local));
-        part.sent_by(Road::Rdma);
-        b.slice(30..40).sent_by(Road::RdmaStream);
         assert_eq!(
-            (b.went()[Road::Rdma], b.went()[Road::RdmaStream], b.went().sum()),
+            (part.transport(), Buf::copy_from(&part).transport()),
+            (Transport::Tcp, Transport::Local)
+        );
+        part.sent_by(Transport::Rdma);
+        b.slice(30..40).sent_by(Transport::RdmaStream);
+        assert_eq!(
+            (b.went()[Transport::Rdma], b.went()[Transport::RdmaStream], b.went().sum()),
             (20, 10, 30)
         );
         drop(part);
         // Written again, or used by another holder: nothing of it is left.
         let b = b.try_mut().unwrap().freeze();
-        assert_eq!((b.road(), b.went().sum()), (Road::Local, 0));
+        assert_eq!((b.transport(), b.went().sum()), (Transport::Local, 0));
         drop(b);
         let again = pool.get_now(100).freeze();
-        assert_eq!((again.road(), again.went().sum()), (Road::Local, 0));
-        assert_eq!(Buf::from(Bytes::from_static(b"x")).road(), Road::Local);
+        assert_eq!((again.transport(), again.went().sum()), (Transport::Local, 0));
+        assert_eq!(Buf::from(Bytes::from_static(b"x")).transport(), Transport::Local);
     }
 
     #[tokio::test(start_paused = true)]

@@ -18,10 +18,10 @@ pub mod foreign;
 pub mod places;
 pub mod rdma;
 pub mod region;
-pub mod roads;
 mod share;
 pub mod tcp;
 pub mod traffic;
+pub mod transports;
 pub mod turns;
 
 use std::sync::Arc;
@@ -34,11 +34,11 @@ pub use endpoint::Endpoint;
 pub use foreign::{Foreign, Lend};
 pub use rdma::RdmaFabric;
 pub use region::{REGION, Region};
-pub use roads::{Roads, Use};
 use strake_proto::{Error, Result};
 use strake_runtime::{ClientKey, keyfile};
 pub use tcp::TcpFabric;
-pub use traffic::{ByRoad, Road, RoadCounter, Traffic};
+pub use traffic::{ByTransport, Traffic, Transport, TransportCounter};
+pub use transports::{Transports, Use};
 pub use turns::{Turn, Turns};
 
 /// The role that a connection's other end has proved in the handshake.
@@ -62,8 +62,8 @@ pub struct Message {
     /// Bulk bytes in order. A received payload is one segment, from the receiver's pool.
     pub payload: Vec<Buf>,
     /// Only in an answer as [`Connection::call`] returns it: how the request's payload was sent.
-    /// For the answer's own payload, [`Buf::road`] tells how it came.
-    pub went: Road,
+    /// For the answer's own payload, [`Buf::transport`] tells how it came.
+    pub went: Transport,
     /// Only in what is sent: the body brings checksums of the payload, or the answer's body does, so
     /// the transport adds none and need not read the payload.
     pub is_covered: bool,
@@ -171,11 +171,11 @@ pub trait Fabric: Send + Sync + 'static {
     /// The pool of received payloads, from which senders should take their buffers, too.
     fn pool(&self) -> &Pool;
     /// The usable ones of a server's endpoints, the best first. An error says why none is usable.
-    fn ways(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
+    fn routes(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
         Ok(endpoints.iter().filter_map(|e| e.parse().ok()).collect())
     }
     /// Traffic of each transport of this fabric, by the prefix that its endpoints have.
-    fn roads(&self) -> Vec<(&'static str, Traffic)> {
+    fn transports(&self) -> Vec<(&'static str, Traffic)> {
         Vec::new()
     }
 }

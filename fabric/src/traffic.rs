@@ -13,7 +13,7 @@ use crate::Buf;
 
 /// How bytes came into a buffer, or left it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Road {
+pub enum Transport {
     /// By no network: made or copied here, zeros of a hole, or of a simulated network.
     #[default]
     Local,
@@ -27,22 +27,23 @@ pub enum Road {
     Rdma,
 }
 
-impl Road {
+impl Transport {
     /// All of them.
-    pub const ALL: [Road; 4] = [Road::Local, Road::Tcp, Road::RdmaStream, Road::Rdma];
+    pub const ALL: [Transport; 4] =
+        [Transport::Local, Transport::Tcp, Transport::RdmaStream, Transport::Rdma];
 
     /// The name that users see.
     pub const fn name(self) -> &'static str {
         match self {
-            Road::Local => "local",
-            Road::Tcp => "tcp",
-            Road::RdmaStream => "rdma-stream",
-            Road::Rdma => "rdma",
+            Transport::Local => "local",
+            Transport::Tcp => "tcp",
+            Transport::RdmaStream => "rdma-stream",
+            Transport::Rdma => "rdma",
         }
     }
 }
 
-impl fmt::Display for Road {
+impl fmt::Display for Transport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
@@ -50,26 +51,26 @@ impl fmt::Display for Road {
 
 /// Bytes by transport.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ByRoad([u64; Road::ALL.len()]);
+pub struct ByTransport([u64; Transport::ALL.len()]);
 
-impl ByRoad {
+impl ByTransport {
     /// This many bytes by one transport.
-    pub fn of(road: Road, bytes: u64) -> ByRoad {
-        let mut all = ByRoad::default();
-        all.add(road, bytes);
+    pub fn of(transport: Transport, bytes: u64) -> ByTransport {
+        let mut all = ByTransport::default();
+        all.add(transport, bytes);
         all
     }
 
     /// The bytes of these buffers, by the transport that brought them.
-    pub fn came(bufs: &[Buf]) -> ByRoad {
-        let mut all = ByRoad::default();
-        bufs.iter().for_each(|b| all.add(b.road(), b.len() as u64));
+    pub fn came(bufs: &[Buf]) -> ByTransport {
+        let mut all = ByTransport::default();
+        bufs.iter().for_each(|b| all.add(b.transport(), b.len() as u64));
         all
     }
 
     /// Adds bytes of one transport.
-    pub fn add(&mut self, road: Road, bytes: u64) {
-        self.0[road as usize] += bytes;
+    pub fn add(&mut self, transport: Transport, bytes: u64) {
+        self.0[transport as usize] += bytes;
     }
 
     /// The sum over all transports.
@@ -78,53 +79,53 @@ impl ByRoad {
     }
 
     /// Each transport with its bytes.
-    pub fn iter(&self) -> impl Iterator<Item = (Road, u64)> {
-        Road::ALL.into_iter().zip(self.0)
+    pub fn iter(&self) -> impl Iterator<Item = (Transport, u64)> {
+        Transport::ALL.into_iter().zip(self.0)
     }
 }
 
-impl Index<Road> for ByRoad {
+impl Index<Transport> for ByTransport {
     type Output = u64;
-    fn index(&self, road: Road) -> &u64 {
-        &self.0[road as usize]
+    fn index(&self, transport: Transport) -> &u64 {
+        &self.0[transport as usize]
     }
 }
 
-impl AddAssign for ByRoad {
-    fn add_assign(&mut self, other: ByRoad) {
-        other.iter().for_each(|(road, bytes)| self.add(road, bytes));
+impl AddAssign for ByTransport {
+    fn add_assign(&mut self, other: ByTransport) {
+        other.iter().for_each(|(transport, bytes)| self.add(transport, bytes));
     }
 }
 
 /// Counts bytes by transport, from many threads.
 #[derive(Debug, Default)]
-pub struct RoadCounter([AtomicU64; Road::ALL.len()]);
+pub struct TransportCounter([AtomicU64; Transport::ALL.len()]);
 
-impl RoadCounter {
+impl TransportCounter {
     /// Adds bytes.
-    pub fn add(&self, more: ByRoad) {
-        for (road, bytes) in more.iter().filter(|(_, bytes)| *bytes > 0) {
-            self.0[road as usize].fetch_add(bytes, Relaxed);
+    pub fn add(&self, more: ByTransport) {
+        for (transport, bytes) in more.iter().filter(|(_, bytes)| *bytes > 0) {
+            self.0[transport as usize].fetch_add(bytes, Relaxed);
         }
     }
 
     /// The bytes so far.
-    pub fn look(&self) -> ByRoad {
-        ByRoad(std::array::from_fn(|i| self.0[i].load(Relaxed)))
+    pub fn look(&self) -> ByTransport {
+        ByTransport(std::array::from_fn(|i| self.0[i].load(Relaxed)))
     }
 }
 
 /// How the bytes of one buffer left it; small counters, because each buffer has one.
 #[derive(Debug, Default)]
-pub(crate) struct Went([AtomicU32; Road::ALL.len()]);
+pub(crate) struct Went([AtomicU32; Transport::ALL.len()]);
 
 impl Went {
-    pub fn add(&self, road: Road, bytes: usize) {
-        self.0[road as usize].fetch_add(bytes as u32, Relaxed);
+    pub fn add(&self, transport: Transport, bytes: usize) {
+        self.0[transport as usize].fetch_add(bytes as u32, Relaxed);
     }
 
-    pub fn look(&self) -> ByRoad {
-        ByRoad(std::array::from_fn(|i| self.0[i].load(Relaxed).into()))
+    pub fn look(&self) -> ByTransport {
+        ByTransport(std::array::from_fn(|i| self.0[i].load(Relaxed).into()))
     }
 }
 

@@ -278,7 +278,7 @@ impl Checker {
             return Ok(c.clone());
         }
         let mut failed = Error::new(Code::NoDev, format!("node {} has no endpoint", node.name));
-        for at in self.fabric.ways(&node.endpoints).map_err(|e| e.context(&node.name))? {
+        for at in self.fabric.routes(&node.endpoints).map_err(|e| e.context(&node.name))? {
             match self.fabric.connect(&at, None).await {
                 Ok(c) => {
                     self.connections.insert(node.id, c.clone());

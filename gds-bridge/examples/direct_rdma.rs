@@ -17,7 +17,7 @@ use std::{
 };
 
 use strake_client::{Client, Config, Creds, File, LayoutSpec};
-use strake_fabric::{Identity, Pool, Road, Roads, Use, conn::Options as Connections};
+use strake_fabric::{Identity, Pool, Transport, Transports, Use, conn::Options as Connections};
 use strake_fake_gpu::FakeGpu;
 use strake_gds::{Bridge, Checksums, GpuMem, Options, Policy, Report, Tier, Transfer};
 use strake_proto::layout::splitmix64;
@@ -45,10 +45,11 @@ impl Job {
     async fn new(mds: &str, key: &str) -> Done<Job> {
         let identity = Identity::client(keyfile::read_client(Path::new(key))?);
         let pool = Use::Rdma.pool(Pool::new(64 * MIB))?;
-        let roads =
-            Roads::new(Env::system(), identity, None, pool, Connections::default()).only(Use::Rdma);
+        let transports =
+            Transports::new(Env::system(), identity, None, pool, Connections::default())
+                .only(Use::Rdma);
         let client =
-            Client::connect(Config::new(vec![mds.parse()?]), Env::system(), Arc::new(roads))
+            Client::connect(Config::new(vec![mds.parse()?]), Env::system(), Arc::new(transports))
                 .await?;
         let mem = FakeGpu::new();
         mem.play_sums();
@@ -94,7 +95,7 @@ impl Job {
             ensure(
                 r.is_all(Tier::GpuRdma)
                     && r.checksums == Checksums::Gpu
-                    && r.by_road[Road::Tcp] == 0,
+                    && r.by_transport[Transport::Tcp] == 0,
                 r,
             )?;
         }
@@ -115,7 +116,9 @@ impl Job {
         for r in [&saved, &loaded] {
             println!("{r}");
             ensure(
-                r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == 2 * MIB,
+                r.is_all(Tier::BounceRdma)
+                    && r.staged == 0
+                    && r.by_transport[Transport::Rdma] == 2 * MIB,
                 r,
             )?;
         }
@@ -141,14 +144,14 @@ impl Job {
             "a hole is not zeros",
         )?;
         println!("{r}");
-        let ways = self.client.servers().roads().ways;
-        let lanes: Vec<String> = ways
+        let connections = self.client.servers().transports().connections;
+        let lanes: Vec<String> = connections
             .iter()
             .map(|w| format!("{}: {} sent, {} received", w.endpoint, w.sent, w.received))
             .collect();
         println!("connections:\n{}", lanes.join("\n"));
         let mut by_server = std::collections::BTreeMap::<u32, usize>::new();
-        ways.iter().for_each(|w| {
+        connections.iter().for_each(|w| {
             *by_server.entry(w.node).or_default() += usize::from(w.endpoint.starts_with("rdma:"))
         });
         ensure(

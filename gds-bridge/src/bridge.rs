@@ -12,7 +12,7 @@ use std::{
 
 use futures_util::{StreamExt, stream};
 use parking_lot::Mutex;
-use strake_fabric::{Buf, ByRoad, REGION};
+use strake_fabric::{Buf, ByTransport, REGION};
 use strake_proto::{Code, Error, Result, checksum::BLOCK, layout::MAX_FILE_SIZE};
 use tokio::sync::Semaphore;
 
@@ -64,7 +64,7 @@ struct Part {
 }
 
 /// How a part was moved: its tier, its bytes by transport, and how it was copied.
-type Moved = (Tier, ByRoad, Done);
+type Moved = (Tier, ByTransport, Done);
 
 /// What the parts of one call share.
 struct Ongoing<'a> {
@@ -407,7 +407,7 @@ impl Inner {
             );
             return Err(Error::new(Code::Io, m));
         }
-        let came = ByRoad::came(&bufs);
+        let came = ByTransport::came(&bufs);
         loop {
             let tier = {
                 let mut run = call.run.lock();

@@ -9,7 +9,7 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 use rustix::thread::{CpuSet, sched_setaffinity};
-use strake_fabric::{Buf, BufMut, Region, Road};
+use strake_fabric::{Buf, BufMut, Region, Transport};
 use strake_proto::{
     Code, Result,
     checksum::{combine, crc32c},
@@ -399,7 +399,10 @@ impl Worker {
         for b in from {
             let source = if self.suits(tier, b.region()) {
                 b.as_ptr()
-            } else if tier == Tier::BounceRdma && b.road() == Road::Rdma && b.len() >= SMALL {
+            } else if tier == Tier::BounceRdma
+                && b.transport() == Transport::Rdma
+                && b.len() >= SMALL
+            {
                 return Err(not_straight(b.len(), b.region().is_some()));
             } else {
                 let room =

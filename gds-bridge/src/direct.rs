@@ -8,7 +8,7 @@ use std::{
 
 use futures_util::future::try_join_all;
 use strake_client::Arrived;
-use strake_fabric::{Buf, BufMut, ByRoad, Road};
+use strake_fabric::{Buf, BufMut, ByTransport, Transport};
 use strake_proto::{
     Code, Error,
     checksum::{BLOCK, combine},
@@ -96,7 +96,7 @@ impl Engine {
             };
             // Fails if the memory was freed in the meantime.
             self.device.check(p.gpu, p.len)?;
-            return Ok(Went { by: roads(&all), staged, summed, unsummed });
+            return Ok(Went { by: transports(&all), staged, summed, unsummed });
         }
         Err(Stop::Call(
             damaged.map_or_else(|| Error::new(Code::Io, "a part that was not loaded"), Error::from),
@@ -201,7 +201,7 @@ impl Engine {
                     // were saved.
                     self.device.check(p.gpu, p.len)?;
                     return Ok(Went {
-                        by: ByRoad::of(Road::Rdma, p.len),
+                        by: ByTransport::of(Transport::Rdma, p.len),
                         staged: 0,
                         summed: true,
                         unsummed: None,
@@ -219,12 +219,12 @@ impl Engine {
 }
 
 /// Bytes of a part by transport; those of holes count as local.
-fn roads(all: &[Arrived]) -> ByRoad {
-    let mut by = ByRoad::default();
+fn transports(all: &[Arrived]) -> ByTransport {
+    let mut by = ByTransport::default();
     for a in all {
-        let mut of = ByRoad::came(&a.here);
-        of.add(Road::Rdma, a.placed);
-        of.add(Road::Local, a.range.end - a.range.start - of.sum());
+        let mut of = ByTransport::came(&a.here);
+        of.add(Transport::Rdma, a.placed);
+        of.add(Transport::Local, a.range.end - a.range.start - of.sum());
         by += of;
     }
     by

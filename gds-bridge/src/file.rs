@@ -7,7 +7,7 @@ use std::sync::{
 
 use async_trait::async_trait;
 use strake_client::{Arrived, Client, Creds, File};
-use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
+use strake_fabric::{Buf, ByTransport, Foreign, Pool, Transport};
 use strake_proto::{Code, Error, Result, pb};
 
 use crate::{Policy, local::Sealed};
@@ -19,11 +19,11 @@ pub trait FileIo: Send + Sync + 'static {
     fn id(&self) -> u64;
 
     /// The verified bytes of a range; fewer only where the file ends. The buffers tell which
-    /// transport brought them ([`Buf::road`]).
+    /// transport brought them ([`Buf::transport`]).
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>>;
 
     /// Writes all of it, or fails. Returns its bytes by transport, which add up to its length.
-    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad>;
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByTransport>;
 
     /// The tiers that its bytes may take, in addition to the policy of a call.
     fn policy(&self) -> Policy {
@@ -78,7 +78,7 @@ impl FileIo for Strict {
         self.file.read(offset, len).await
     }
 
-    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByTransport> {
         self.file.write(offset, data).await
     }
 
@@ -131,7 +131,7 @@ impl FileIo for Watched {
         Ok(bufs)
     }
 
-    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByTransport> {
         self.file.write(offset, data).await
     }
 
@@ -251,7 +251,7 @@ impl FileIo for File {
         File::read(self, offset, len).await
     }
 
-    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByTransport> {
         let (len, sent) = (data.len(), data.clone());
         match File::write(self, offset, vec![data]).await? {
             n if n < len => Err(Error::new(Code::NoSpc, "no space left for all of the bytes")),
@@ -270,14 +270,14 @@ impl FileIo for File {
 
 /// Counts each of `len` bytes once. Bytes that were sent again, or by more than one transport,
 /// count for the transport that guarantees the least; bytes not sent yet count as local.
-fn once(went: ByRoad, len: u64) -> ByRoad {
-    let (mut all, mut left) = (ByRoad::default(), len);
-    for road in [Road::Local, Road::Tcp, Road::RdmaStream, Road::Rdma] {
-        let n = went[road].min(left);
-        all.add(road, n);
+fn once(went: ByTransport, len: u64) -> ByTransport {
+    let (mut all, mut left) = (ByTransport::default(), len);
+    for transport in [Transport::Local, Transport::Tcp, Transport::RdmaStream, Transport::Rdma] {
+        let n = went[transport].min(left);
+        all.add(transport, n);
         left -= n;
     }
-    all.add(Road::Local, left);
+    all.add(Transport::Local, left);
     all
 }
 
@@ -287,13 +287,13 @@ mod tests {
 
     #[test]
     fn every_byte_of_a_write_counts_once() {
-        let mut went = ByRoad::of(Road::Rdma, 100);
+        let mut went = ByTransport::of(Transport::Rdma, 100);
         assert_eq!(once(went, 100), went);
-        assert_eq!(once(went, 130)[Road::Local], 30, "held back");
-        went.add(Road::Tcp, 40);
+        assert_eq!(once(went, 130)[Transport::Local], 30, "held back");
+        went.add(Transport::Tcp, 40);
         let all = once(went, 100);
         assert_eq!(
-            (all[Road::Tcp], all[Road::Rdma], all.sum()),
+            (all[Transport::Tcp], all[Transport::Rdma], all.sum()),
             (40, 60, 100),
             "some were sent again"
         );

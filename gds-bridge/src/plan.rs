@@ -1,7 +1,7 @@
 //! Decides which tier each part of a call takes. Pure: no clock, no memory, no I/O. It is told what
 //! happens, and returns what to do.
 
-use strake_fabric::{ByRoad, Road};
+use strake_fabric::{ByTransport, Transport};
 use strake_proto::{Code, Error};
 
 use crate::{ByTier, Direction, Policy, Report, Switch, Tier, Unavailable, report::Checksum};
@@ -76,7 +76,7 @@ pub struct Run {
     asked: u64,
     by_tier: ByTier<u64>,
     staged: u64,
-    by_road: ByRoad,
+    by_transport: ByTransport,
     /// Bytes whose checksums the device has confirmed, and those of them that went directly into
     /// its memory or out of it.
     verified: u64,
@@ -112,7 +112,7 @@ impl Run {
             asked,
             by_tier: ByTier::default(),
             staged: 0,
-            by_road: ByRoad::default(),
+            by_transport: ByTransport::default(),
             verified: 0,
             verified_direct: 0,
             switches: Vec::new(),
@@ -180,7 +180,7 @@ impl Run {
     /// bytes of these transports can take. With [`Tier::BounceRdma`], bytes of other transports
     /// than RDMA are bounced, too, and count as [`Tier::BounceTcp`]. `None`: as for [`Run::tier`],
     /// or this has just ended the call, because the policy allows no tier for the bytes.
-    pub fn tier_of(&mut self, came: ByRoad) -> Option<Tier> {
+    pub fn tier_of(&mut self, came: ByTransport) -> Option<Tier> {
         let first = self.tier()?;
         // It is in host memory already, so a copy on this node does not matter.
         let first = self.tiers.iter().copied().find(|t| *t != Tier::LocalGds).unwrap_or(first);
@@ -194,8 +194,11 @@ impl Run {
             self.ended = Some(Error::new(Code::Io, m));
             return None;
         };
-        let lowest =
-            if came[Road::Rdma] < came.sum() && tier.is_bounce() { Tier::BounceTcp } else { tier };
+        let lowest = if came[Transport::Rdma] < came.sum() && tier.is_bounce() {
+            Tier::BounceTcp
+        } else {
+            tier
+        };
         if lowest > first && !self.other_transport {
             self.other_transport = true;
             let why = Unavailable::OtherTransport(worst(came));
@@ -211,13 +214,13 @@ impl Run {
 
     /// The tier by which a part is copied if `tier` is chosen, or `None` if its bytes cannot take
     /// it.
-    fn takes(&self, tier: Tier, came: ByRoad) -> Option<Tier> {
+    fn takes(&self, tier: Tier, came: ByTransport) -> Option<Tier> {
         if !tier.is_bounce() {
             // The bytes are in host memory already.
             return (tier == Tier::Pageable).then_some(tier);
         }
         let has = |t: Tier| self.tiers.contains(&t);
-        let (rdma, others) = (came[Road::Rdma] > 0, came[Road::Rdma] < came.sum());
+        let (rdma, others) = (came[Transport::Rdma] > 0, came[Transport::Rdma] < came.sum());
         // If RDMA bytes may not count as `BounceRdma`, they must not count as a lesser tier either.
         let whole = !rdma
             || has(Tier::BounceRdma)
@@ -229,7 +232,7 @@ impl Run {
 
     /// Counts a part that arrived by this tier, its bytes by transport, `staged` of them copied
     /// once more. Returns its bytes by tier.
-    pub fn moved(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
+    pub fn moved(&mut self, tier: Tier, by: ByTransport, staged: u64) -> ByTier<u64> {
         let split = self.count(tier, by, staged);
         for (tier, bytes) in split.iter().filter(|(_, bytes)| **bytes > 0) {
             assert!(
@@ -250,10 +253,10 @@ impl Run {
     /// Counts a saved part. Only now is it known which transports it took. If these make it a tier
     /// that the policy does not allow, the call ends. The bytes still count: they were moved.
     /// Returns its bytes by tier.
-    pub fn saved(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
+    pub fn saved(&mut self, tier: Tier, by: ByTransport, staged: u64) -> ByTier<u64> {
         let less = self.policy.allows(Tier::BounceRdma) && !self.tiers.contains(&Tier::BounceRdma);
         let tier = match tier.is_bounce() {
-            true if less || by[Road::Rdma] == 0 => Tier::BounceTcp,
+            true if less || by[Transport::Rdma] == 0 => Tier::BounceTcp,
             true => Tier::BounceRdma,
             false => tier,
         };
@@ -271,14 +274,14 @@ impl Run {
         split
     }
 
-    fn count(&mut self, tier: Tier, by: ByRoad, staged: u64) -> ByTier<u64> {
+    fn count(&mut self, tier: Tier, by: ByTransport, staged: u64) -> ByTier<u64> {
         let (bytes, mut split) = (by.sum(), ByTier::default());
         assert!(staged <= bytes);
-        let rdma = if tier == Tier::BounceRdma { by[Road::Rdma] } else { 0 };
+        let rdma = if tier == Tier::BounceRdma { by[Transport::Rdma] } else { 0 };
         split[Tier::BounceRdma] = rdma;
         split[if tier == Tier::BounceRdma { Tier::BounceTcp } else { tier }] += bytes - rdma;
         split.iter().for_each(|(t, n)| self.by_tier[t] += n);
-        self.by_road += by;
+        self.by_transport += by;
         self.staged += staged;
         assert!(self.by_tier.sum() <= self.asked, "more bytes arrived than were asked for");
         split
@@ -328,7 +331,7 @@ impl Run {
     ) -> (Report, Result<(), Error>) {
         let moved = self.by_tier.sum();
         assert_eq!(ranges.iter().sum::<u64>(), moved, "bytes by range and bytes by tier differ");
-        assert_eq!(self.by_road.sum(), moved, "bytes by transport and bytes by tier differ");
+        assert_eq!(self.by_transport.sum(), moved, "bytes by transport and bytes by tier differ");
         let straight: u64 =
             self.by_tier.iter().filter(|(t, _)| t.is_straight()).map(|(_, n)| n).sum();
         let direct = straight > self.verified_direct;
@@ -345,7 +348,7 @@ impl Run {
             ranges,
             by_tier: self.by_tier,
             staged: self.staged,
-            by_road: self.by_road,
+            by_transport: self.by_transport,
             switches: self.switches,
             unavailable: self.unavailable,
             checksum,
@@ -365,18 +368,21 @@ impl Run {
 }
 
 /// The names of the transports in it.
-fn said(by: ByRoad) -> String {
-    let all: Vec<_> =
-        by.iter().filter(|(_, n)| *n > 0).map(|(road, n)| format!("{road} ({n})")).collect();
+fn said(by: ByTransport) -> String {
+    let all: Vec<_> = by
+        .iter()
+        .filter(|(_, n)| *n > 0)
+        .map(|(transport, n)| format!("{transport} ({n})"))
+        .collect();
     all.join(" and ")
 }
 
 /// The transport in it that guarantees the least.
-fn worst(by: ByRoad) -> Road {
-    [Road::Tcp, Road::Local, Road::RdmaStream]
+fn worst(by: ByTransport) -> Transport {
+    [Transport::Tcp, Transport::Local, Transport::RdmaStream]
         .into_iter()
         .find(|r| by[*r] > 0)
-        .unwrap_or(Road::Rdma)
+        .unwrap_or(Transport::Rdma)
 }
 
 fn in_words(all: &[(Tier, Unavailable)]) -> String {

@@ -7,15 +7,15 @@ use proptest::prelude::*;
 use super::*;
 use crate::{Checksums, Fault, reason};
 
-fn tcp(bytes: u64) -> ByRoad {
-    ByRoad::of(Road::Tcp, bytes)
+fn tcp(bytes: u64) -> ByTransport {
+    ByTransport::of(Transport::Tcp, bytes)
 }
 
-fn rdma(bytes: u64) -> ByRoad {
-    ByRoad::of(Road::Rdma, bytes)
+fn rdma(bytes: u64) -> ByTransport {
+    ByTransport::of(Transport::Rdma, bytes)
 }
 
-fn both(by_tcp: u64, by_rdma: u64) -> ByRoad {
+fn both(by_tcp: u64, by_rdma: u64) -> ByTransport {
     let mut all = tcp(by_tcp);
     all += rdma(by_rdma);
     all
@@ -184,7 +184,7 @@ fn accounts_that_differ_are_a_bug() {
 }
 
 #[test]
-fn bytes_count_as_the_road_that_they_took() {
+fn bytes_count_as_the_transport_that_they_took() {
     let mut r = run(Policy::Prefer, [0, 0, 9, 9, 3]);
     assert_eq!(r.tier(), Some(Tier::BounceRdma));
     assert_eq!(r.tier_of(rdma(20)), Some(Tier::BounceRdma));
@@ -197,7 +197,7 @@ fn bytes_count_as_the_road_that_they_took() {
     assert_eq!(r.tier_of(both(15, 5)), Some(Tier::BounceRdma));
     r.moved(Tier::BounceRdma, both(15, 5), 1);
     // The RDMA stream is not direct.
-    let stream = ByRoad::of(Road::RdmaStream, 10);
+    let stream = ByTransport::of(Transport::RdmaStream, 10);
     assert_eq!(r.tier_of(stream), Some(Tier::BounceTcp));
     r.moved(Tier::BounceTcp, stream, 0);
     // Where RDMA can no longer be direct, it is no better than TCP.
@@ -208,26 +208,34 @@ fn bytes_count_as_the_road_that_they_took() {
     outcome.unwrap();
     assert_eq!((report.by_tier[Tier::BounceRdma], report.by_tier[Tier::BounceTcp]), (25, 75));
     assert_eq!(
-        (report.by_road[Road::Rdma], report.by_road[Road::Tcp], report.by_road.sum()),
+        (
+            report.by_transport[Transport::Rdma],
+            report.by_transport[Transport::Tcp],
+            report.by_transport.sum()
+        ),
         (55, 35, 100)
     );
     let told = |from, to, why| Switch { after: 0, from, to: Some(to), why };
     let all: Vec<Switch> =
         report.switches.iter().map(|s| Switch { after: 0, ..s.clone() }).collect();
-    let came = told(Tier::BounceRdma, Tier::BounceTcp, Unavailable::OtherTransport(Road::Tcp));
+    let came = told(Tier::BounceRdma, Tier::BounceTcp, Unavailable::OtherTransport(Transport::Tcp));
     assert_eq!(all, [came, told(Tier::BounceRdma, Tier::BounceTcp, lost())]);
     let json = serde_json::to_value(&report).unwrap();
     assert_eq!(
-        (&json["by_road"]["rdma-stream"], &json["by_road"]["tcp"]),
+        (&json["by_transport"]["rdma-stream"], &json["by_transport"]["tcp"]),
         (&10.into(), &35.into())
     );
 }
 
 #[test]
-fn a_lower_road_than_asked_ends_the_call_before_a_byte_of_it_is_copied() {
+fn a_lower_tier_than_asked_ends_the_call_before_a_byte_of_it_is_copied() {
     let strict = [Policy::Require(Tier::BounceRdma), Policy::AtLeast(Tier::BounceRdma)];
-    let lower =
-        [tcp(10), ByRoad::of(Road::Local, 10), ByRoad::of(Road::RdmaStream, 10), both(1, 9)];
+    let lower = [
+        tcp(10),
+        ByTransport::of(Transport::Local, 10),
+        ByTransport::of(Transport::RdmaStream, 10),
+        both(1, 9),
+    ];
     for (policy, came) in strict.into_iter().flat_map(|p| lower.map(|l| (p, l))) {
         let mut r = run(policy, [0, 0, 9, 9, 30]);
         assert_eq!(r.tier_of(rdma(30)), Some(Tier::BounceRdma));
@@ -255,7 +263,7 @@ fn a_lower_road_than_asked_ends_the_call_before_a_byte_of_it_is_copied() {
 }
 
 #[test]
-fn what_was_saved_by_a_lower_road_ends_the_call_and_is_told() {
+fn what_was_saved_by_a_lower_tier_ends_the_call_and_is_told() {
     let mut r = run(Policy::AtLeast(Tier::BounceRdma), [0, 0, 9, 9, 30]);
     r.saved(Tier::BounceRdma, rdma(30), 0);
     r.saved(Tier::BounceRdma, both(10, 20), 0);
@@ -327,7 +335,7 @@ fn a_part_without_a_copy_takes_the_next_tier_or_ends_the_call() {
     // That another file has a copy does not make this a lower tier than asked.
     assert_eq!(r.tier_of(tcp(40)), Some(Tier::BounceTcp));
     r.moved(Tier::BounceTcp, tcp(40), 0);
-    r.moved(Tier::LocalGds, ByRoad::of(Road::Local, 60), 0);
+    r.moved(Tier::LocalGds, ByTransport::of(Transport::Local, 60), 0);
     let (report, outcome) = r.finish(vec![100], Duration::ZERO);
     outcome.unwrap();
     assert!(report.switches.is_empty(), "{report}");
@@ -403,7 +411,7 @@ proptest! {
                         0 => tcp(bytes),
                         1 => rdma(bytes),
                         2 => both(part, bytes - part),
-                        _ => ByRoad::of(Road::RdmaStream, bytes),
+                        _ => ByTransport::of(Transport::RdmaStream, bytes),
                     };
                     match run.tier_of(came) {
                         Some(t) => {
@@ -417,7 +425,7 @@ proptest! {
                 4..6 if !under_way.is_empty() => {
                     let (t, came) = under_way.swap_remove(which.index(under_way.len()));
                     run.moved(t, came, came.sum() / 2);
-                    let straight = if t == Tier::BounceRdma { came[Road::Rdma] } else { 0 };
+                    let straight = if t == Tier::BounceRdma { came[Transport::Rdma] } else { 0 };
                     moved[Tier::BounceRdma] += straight;
                     moved[if t == Tier::BounceRdma { Tier::BounceTcp } else { t }] += came.sum() - straight;
                 }
@@ -432,7 +440,7 @@ proptest! {
                         prop_assert!(bytes % 2 == 0 || t != Tier::LocalGds);
                         prop_assert!(consent || !t.is_straight());
                         if t == Tier::LocalGds {
-                            under_way.push((t, ByRoad::of(Road::Local, bytes)));
+                            under_way.push((t, ByTransport::of(Transport::Local, bytes)));
                         }
                     }
                     None => ended = true,
@@ -449,7 +457,7 @@ proptest! {
         prop_assert!(outcome.is_err());
         prop_assert_eq!(report.by_tier, moved);
         prop_assert_eq!(report.moved(), report.ranges.iter().sum::<u64>());
-        prop_assert_eq!(report.moved(), report.by_road.sum());
+        prop_assert_eq!(report.moved(), report.by_transport.sum());
         for (t, bytes) in report.by_tier.iter() {
             prop_assert!(*bytes == 0 || policy.allows(t));
         }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use strake_fabric::Road;
+use strake_fabric::Transport;
 
 use crate::fault::Fault;
 
@@ -59,7 +59,7 @@ pub enum Unavailable {
         why: String,
     },
     /// Bytes came by another transport than the tier stands for.
-    OtherTransport(Road),
+    OtherTransport(Transport),
     /// Its bytes would be verified at the storage server only, and the caller did not agree to
     /// that.
     NoConsent,
@@ -242,9 +242,9 @@ impl fmt::Display for Unavailable {
                            computes none: {why}"
                 )
             }
-            Unavailable::OtherTransport(road) => write!(
+            Unavailable::OtherTransport(transport) => write!(
                 f,
-                "bytes of a part took another transport than this tier stands for: {road}"
+                "bytes of a part took another transport than this tier stands for: {transport}"
             ),
             Unavailable::NoConsent => f.write_str(
                 "the device does not verify its bytes, and accept_oss_checksum is not set",
@@ -340,7 +340,7 @@ pub(crate) mod tests {
             Unavailable::NoRdma { why: "there is no device".into() },
             Unavailable::NoScratch { why: "permission denied".into() },
             Unavailable::NoSums { why: "it has no kernel".into() },
-            Unavailable::OtherTransport(Road::Tcp),
+            Unavailable::OtherTransport(Transport::Tcp),
             Unavailable::NoConsent,
             Unavailable::NoFolder,
             Unavailable::BadFolder {

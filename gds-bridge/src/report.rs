@@ -3,7 +3,7 @@
 use std::{fmt, time::Duration};
 
 use serde::{Serialize, Serializer};
-use strake_fabric::ByRoad;
+use strake_fabric::ByTransport;
 use strake_proto::Error;
 
 use crate::{ByTier, Policy, Tier, Unavailable};
@@ -107,8 +107,8 @@ pub struct Report {
     /// The same bytes by network transport, as reported for each payload. Bytes from the client's
     /// cache count for the transport that brought them there. Bytes copied on the way into or out
     /// of the client's buffers, and zeros of holes, are `local`.
-    #[serde(serialize_with = "roads")]
-    pub by_road: ByRoad,
+    #[serde(serialize_with = "transports")]
+    pub by_transport: ByTransport,
     /// Changes of tier, in order.
     pub switches: Vec<Switch>,
     /// Tiers that the policy allows and that were not available, or not for all files; best first.
@@ -133,8 +133,8 @@ fn reasons<S: Serializer>(all: &[(Tier, Unavailable)], s: S) -> Result<S::Ok, S:
     s.collect_map(all.iter().map(|(t, why)| (t, why.to_string())))
 }
 
-fn roads<S: Serializer>(by: &ByRoad, s: S) -> Result<S::Ok, S::Error> {
-    s.collect_map(by.iter().map(|(road, bytes)| (road.name(), bytes)))
+fn transports<S: Serializer>(by: &ByTransport, s: S) -> Result<S::Ok, S::Error> {
+    s.collect_map(by.iter().map(|(transport, bytes)| (transport.name(), bytes)))
 }
 
 fn seconds<S: Serializer>(took: &Duration, s: S) -> Result<S::Ok, S::Error> {
@@ -152,7 +152,7 @@ impl Report {
             ranges: vec![0; ranges],
             by_tier: ByTier::default(),
             staged: 0,
-            by_road: ByRoad::default(),
+            by_transport: ByTransport::default(),
             switches: Vec::new(),
             unavailable: Vec::new(),
             checksum: None,
@@ -182,8 +182,8 @@ impl fmt::Display for Report {
         }
         write!(f, " {} of them copied once more in host memory", self.staged)?;
         f.write_str("; over the network:")?;
-        for (road, bytes) in self.by_road.iter().filter(|(_, bytes)| *bytes > 0) {
-            write!(f, " {bytes} by {road},")?;
+        for (transport, bytes) in self.by_transport.iter().filter(|(_, bytes)| *bytes > 0) {
+            write!(f, " {bytes} by {transport},")?;
         }
         if let Some(c) = self.checksum {
             write!(f, "; checksum: {c}")?;

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use strake_fabric::ByRoad;
+use strake_fabric::ByTransport;
 use strake_proto::Error;
 
 use crate::{FileIo, fault::Fault};
@@ -44,7 +44,7 @@ impl From<Fault> for Stop {
 #[derive(Clone, Debug, Default)]
 pub struct Went {
     /// Its bytes by transport.
-    pub by: ByRoad,
+    pub by: ByTransport,
     /// Bytes that no storage server wrote, but that the device copied from a slot: zeros of holes,
     /// and bytes that came with an answer.
     pub staged: u64,

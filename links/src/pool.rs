@@ -194,7 +194,7 @@ pub fn connect<'a>(fabric: &'a dyn Fabric, node: &'a pb::Node, limit: Duration) 
         };
         let failed = |e: Error| away(e).context(format_args!("connecting to {name}"));
         let mut last = Error::new(Code::Disconnected, format!("{name} has no usable endpoint"));
-        for at in fabric.ways(&node.endpoints).map_err(failed)? {
+        for at in fabric.routes(&node.endpoints).map_err(failed)? {
             last = match timeout(limit, fabric.connect(&at, None)).await {
                 Ok(Ok(c)) => return Ok(c),
                 Ok(Err(e)) => away(e).context(format_args!("connecting to {name} at {at}")),

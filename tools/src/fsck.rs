@@ -6,7 +6,7 @@ use std::{path::PathBuf, process::ExitCode, sync::Arc};
 use clap::Args;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use strake_fabric::{Endpoint, Identity, Pool, Roads};
+use strake_fabric::{Endpoint, Identity, Pool, Transports};
 use strake_fsck::{Checker, Fate, Outcome, text};
 use strake_proto::Result;
 use strake_runtime::{ClientKey, Env};
@@ -50,7 +50,8 @@ pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
     crate::run(0, async {
         let identity = Identity::server(&key);
         let client = mount::connect(&mds, ClientKey::of(&key)).await?;
-        let fabric = Roads::new(Env::system(), identity, None, Pool::default(), Default::default());
+        let fabric =
+            Transports::new(Env::system(), identity, None, Pool::default(), Default::default());
         let mds = mds.iter().map(|e| e.parse()).collect::<Result<Vec<Endpoint>>>()?;
         let progress = Arc::new(Mutex::new(Progress::new()));
         let say = progress.clone();

@@ -221,9 +221,12 @@ fn print_nodes(answers: &Answers) {
         }
     }
     for s in answers.iter().filter_map(|(_, r)| r.as_ref().ok()) {
-        for r in s.roads.iter().filter(|r| r.sent + r.received > 0) {
+        for r in s.transports.iter().filter(|r| r.sent + r.received > 0) {
             let (n, sent, received) = (r.connections, size(r.sent), size(r.received));
-            println!("{}: by {} {n} connections, {sent} sent, {received} received", s.name, r.road);
+            println!(
+                "{}: by {} {n} connections, {sent} sent, {received} received",
+                s.name, r.transport
+            );
         }
     }
     for s in answers
@@ -362,7 +365,7 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>, behind: &[Behind]) -
                     "no_state": r.no_state, "damage": r.damage, "damages": r.damages })),
                 "inodes": s.inodes, "orphans": s.orphans, "gc_queue": s.gc_queue,
                 "locks": s.locks, "lock_waits": s.lock_waits,
-                "roads": s.roads.iter().map(|r| json!({ "road": r.road, "connections": r.connections, "sent": r.sent,
+                "transports": s.transports.iter().map(|r| json!({ "transport": r.transport, "connections": r.connections, "sent": r.sent,
                     "received": r.received })).collect::<Vec<_>>(),
                 "follower_reads": s.follower_reads, "follower_refusals": s.follower_refusals,
                 "sessions": s.sessions.iter().map(|c| json!({ "id": c.id, "hostname": c.hostname, "pid": c.pid,

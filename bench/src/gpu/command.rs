@@ -53,7 +53,7 @@ pub struct BenchArgs {
     /// Have the GPU verify what arrives and what it gives, in the figures too.
     #[arg(long)]
     verify_on_gpu: bool,
-    /// Roads to the storage servers.
+    /// Transports to the storage servers.
     #[arg(long, value_enum, default_value_t = Fabric::Auto)]
     fabric: Fabric,
     #[arg(long)]
@@ -70,12 +70,12 @@ enum Fabric {
 /// `strake gds bench` on this memory. `prober` is the program (`strake`) that opens cuFile's driver
 /// in another process first.
 pub fn command(args: BenchArgs, memory: Memory, prober: &Path) -> Result<ExitCode> {
-    let roads = match args.fabric {
+    let transports = match args.fabric {
         Fabric::Auto => Use::Best,
         Fabric::Tcp => Use::Tcp,
         Fabric::Rdma => Use::Rdma,
     };
-    let mut setup = Setup { key: args.client_key, roads, ..Setup::new(&args.mds, memory) };
+    let mut setup = Setup { key: args.client_key, transports, ..Setup::new(&args.mds, memory) };
     setup.options.verify_on_gpu = args.verify_on_gpu;
     setup.options.accept_oss_checksum = args.accept_oss_checksum;
     (setup.options.local, setup.options.prober) = (args.local, prober.to_path_buf());

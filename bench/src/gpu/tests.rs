@@ -194,7 +194,7 @@ fn a_strict_run_is_refused_when_its_tier_changes_in_the_middle_though_the_policy
         for report in
             json["rows"].as_array().unwrap().iter().flat_map(|r| [&r["saved"], &r["loaded"]])
         {
-            for by in ["by_tier", "by_road"] {
+            for by in ["by_tier", "by_transport"] {
                 let sum: u64 =
                     report[by].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum();
                 assert_eq!(sum, f.bytes, "{report}");

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use strake_fabric::{Endpoint, Road};
+use strake_fabric::{Endpoint, Transport};
 use strake_links::traffic;
 use strake_proto::{
     Ino, Result,
     map::{MapView, ROLE_MDS},
-    pb::{self, Roads},
+    pb::{self, Transports},
 };
 
 use crate::core::Core;
@@ -33,26 +33,26 @@ impl Servers<'_> {
 
     /// The connections over which this client reaches the storage servers, and how many bytes went
     /// over each kind of fabric.
-    pub fn roads(self) -> Roads {
-        Roads {
-            roads: traffic::roads(&*self.core.shared.fabric),
-            ways: self.core.storage.ways(),
+    pub fn transports(self) -> Transports {
+        Transports {
+            transports: traffic::transports(&*self.core.shared.fabric),
+            connections: self.core.storage.statuses(),
             ..Default::default()
         }
     }
 
-    /// As [`Servers::roads`], with the transports by which bytes of this file were read from and
+    /// As [`Servers::transports`], with the transports by which bytes of this file were read from and
     /// written to storage servers since this client first used it. The sums count everything that
     /// was moved, including zeros of holes and bytes that were sent again.
-    pub fn file_roads(self, ino: Ino) -> Roads {
-        let Some(inode) = self.core.files.live_inode(ino) else { return self.roads() };
+    pub fn file_transports(self, ino: Ino) -> Transports {
+        let Some(inode) = self.core.files.live_inode(ino) else { return self.transports() };
         let (fetched, sent) = (inode.fetched.look(), inode.sent.look());
-        let of = |road: Road| pb::FileRoad {
-            road: road.name().into(),
-            fetched: fetched[road],
-            sent: sent[road],
+        let of = |transport: Transport| pb::FileTransport {
+            transport: transport.name().into(),
+            fetched: fetched[transport],
+            sent: sent[transport],
         };
-        Roads { file: Road::ALL.into_iter().map(of).collect(), ..self.roads() }
+        Transports { file: Transport::ALL.into_iter().map(of).collect(), ..self.transports() }
     }
 
     /// Why no storage server is reached by RDMA; `None` when at least one is.
@@ -61,7 +61,7 @@ impl Servers<'_> {
         let servers = map.map.nodes.iter().filter(|n| n.role != ROLE_MDS);
         let mut why = None;
         for node in servers {
-            match self.core.shared.fabric.ways(&node.endpoints) {
+            match self.core.shared.fabric.routes(&node.endpoints) {
                 Ok(ways) if ways.iter().any(|w| matches!(w, Endpoint::Rdma(..))) => return None,
                 Ok(_) => {}
                 Err(e) => why = why.or(Some(e.message)),

@@ -1,6 +1,6 @@
 //! Lists of buffers as one run of bytes, sliced without copying.
 
-use strake_fabric::{Buf, BufMut, Pool, Road};
+use strake_fabric::{Buf, BufMut, Pool, Transport};
 
 pub(crate) fn total(bufs: &[Buf]) -> usize {
     bufs.iter().map(Buf::len).sum()
@@ -63,16 +63,16 @@ pub(crate) fn copy(pool: &Pool, bufs: &[Buf]) -> Buf {
 }
 
 /// The transport by which all of the bytes came, if it was a single one.
-pub(crate) fn road(bufs: &[Buf]) -> Option<Road> {
-    let first = bufs.first()?.road();
-    bufs.iter().all(|b| b.road() == first).then_some(first)
+pub(crate) fn transport(bufs: &[Buf]) -> Option<Transport> {
+    let first = bufs.first()?.transport();
+    bufs.iter().all(|b| b.transport() == first).then_some(first)
 }
 
 /// A copy in one buffer that belongs to no pool. It keeps the transport by which the bytes came, if
 /// that was a single one.
 pub(crate) fn detached(bufs: &[Buf]) -> Buf {
     let mut to = BufMut::unpooled(total(bufs));
-    to.came_by(road(bufs).unwrap_or_default());
+    to.came_by(transport(bufs).unwrap_or_default());
     fill(to, bufs)
 }
 
@@ -115,17 +115,22 @@ mod tests {
         }
         assert_eq!(&copy(&Pool::default(), &bufs)[..], &data[..]);
         assert_eq!(&detached(&bufs)[..], &data[..]);
-        let by = |road| {
+        let by = |transport| {
             let mut b = BufMut::unpooled(10);
-            b.came_by(road);
+            b.came_by(transport);
             b.freeze()
         };
-        let (one, two) =
-            ([by(Road::Rdma), by(Road::Rdma).slice(3..7)], [by(Road::Rdma), by(Road::Tcp)]);
-        assert_eq!((road(&one), road(&two), road(&[])), (Some(Road::Rdma), None, None));
+        let (one, two) = (
+            [by(Transport::Rdma), by(Transport::Rdma).slice(3..7)],
+            [by(Transport::Rdma), by(Transport::Tcp)],
+        );
         assert_eq!(
-            (detached(&one).road(), copy(&Pool::default(), &one).road()),
-            (Road::Rdma, Road::Local)
+            (transport(&one), transport(&two), transport(&[])),
+            (Some(Transport::Rdma), None, None)
+        );
+        assert_eq!(
+            (detached(&one).transport(), copy(&Pool::default(), &one).transport()),
+            (Transport::Rdma, Transport::Local)
         );
         let mut z = Vec::new();
         push_zeros(&mut z, &Buf::copy_from(&[0; 8]), 21);

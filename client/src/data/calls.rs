@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use strake_fabric::{Connection, Message, Road};
+use strake_fabric::{Connection, Message, Transport};
 use strake_links::payloads;
 use strake_proto::{
     ChainId, Code, Error, Result, SessionId, TargetId,
@@ -141,7 +141,7 @@ impl Storage {
         m: Message,
         r: DataRequest,
         handed: Option<&AtomicI64>,
-    ) -> Result<(TargetId, DataReply, Road)> {
+    ) -> Result<(TargetId, DataReply, Transport)> {
         let chain = chain_of(map, chain)?;
         let head = chain.head().ok_or_else(|| self.deserted(map, chain))?;
         let body = DataRequest { chain: chain.id, epoch: chain.epoch, target: head, ..r }.encode();

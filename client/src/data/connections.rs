@@ -57,10 +57,10 @@ impl Connections {
     }
 
     /// The connections that are open.
-    pub fn ways(&self) -> Vec<pb::WayStatus> {
+    pub fn statuses(&self) -> Vec<pb::ConnectionStatus> {
         let status = |(node, c): (NodeId, Arc<dyn Connection>)| {
             let t = c.traffic();
-            pb::WayStatus { node, endpoint: c.addr(), sent: t.sent, received: t.received }
+            pb::ConnectionStatus { node, endpoint: c.addr(), sent: t.sent, received: t.received }
         };
         self.pool.open().into_iter().map(status).collect()
     }
@@ -192,7 +192,7 @@ mod tests {
                 }
             }
             assert_eq!(news, if renewed { 9 } else { 3 }, "each has its turn three times");
-            assert_eq!(conns.ways().len(), 3);
+            assert_eq!(conns.statuses().len(), 3);
         }
     }
 

@@ -7,7 +7,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use strake_fabric::{ByRoad, Foreign, Lend, Message, Road};
+use strake_fabric::{ByTransport, Foreign, Lend, Message, Transport};
 use strake_proto::{
     Code, Error, Result, TargetId,
     data::{DataReply, DataRequest},
@@ -112,9 +112,9 @@ impl Storage {
             Counters::add(&self.shared.stats.corrupt_replies, 1);
             Error::new(Code::Corrupt, format!("chunk {} from target {target}: {what}", p.chunk))
         })?;
-        let mut came = ByRoad::came(&a.here);
-        came.add(Road::Rdma, a.placed);
-        came.add(Road::Local, u64::from(p.len) - came.sum());
+        let mut came = ByTransport::came(&a.here);
+        came.add(Transport::Rdma, a.placed);
+        came.add(Transport::Local, u64::from(p.len) - came.sum());
         inode.fetched.add(came);
         Ok(a)
     }

@@ -76,7 +76,7 @@ impl RdmaConnections {
         let node = &without_tcp(node)?;
         // What is missing on this node does not appear by waiting, and the caller can do without
         // it.
-        let missing = |e: Error| match fabric.ways(&node.endpoints) {
+        let missing = |e: Error| match fabric.routes(&node.endpoints) {
             Err(why) => Error {
                 code: Code::OpNotSupp,
                 ..why.context(format_args!("lending memory to {}", node.name))
@@ -88,8 +88,8 @@ impl RdmaConnections {
     }
 
     /// The connections that are open.
-    pub fn ways(&self) -> Vec<pb::WayStatus> {
-        self.connections.ways()
+    pub fn statuses(&self) -> Vec<pb::ConnectionStatus> {
+        self.connections.statuses()
     }
 
     pub fn close(&self) {
@@ -280,11 +280,11 @@ mod tests {
             let first: Vec<usize> = (0..there).collect();
             assert_eq!(take(2 * there).await, named(&first, 2), "each twice, none opened twice");
             assert_eq!(slow.asked.load(SeqCst), there);
-            assert_eq!(lanes.ways().len(), there);
+            assert_eq!(lanes.statuses().len(), there);
 
             // One connection fails: the others stay, and only it is opened again.
             lanes.get(&fabric, &node, &others).await.unwrap().close();
-            assert_eq!(lanes.ways().len(), there - 1);
+            assert_eq!(lanes.statuses().len(), there - 1);
             let second: Vec<usize> = (1..=there).collect();
             assert_eq!(take(2 * there).await, named(&second, 2));
             assert_eq!(slow.asked.load(SeqCst), there + 1);

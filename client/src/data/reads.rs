@@ -5,7 +5,7 @@ use futures_util::future::BoxFuture;
 use std::{ops::Range, sync::Arc};
 
 use futures_util::future::join_all;
-use strake_fabric::{Buf, ByRoad, Message};
+use strake_fabric::{Buf, ByTransport, Message};
 use strake_proto::{
     Code, Error, Result, TargetId,
     checksum::verify,
@@ -67,7 +67,7 @@ impl Storage {
                 }
                 let mut out = payload;
                 buffers::push_zeros(&mut out, &self.zero, (p.len - r.len) as usize);
-                inode.fetched.add(ByRoad::came(&out));
+                inode.fetched.add(ByTransport::came(&out));
                 Ok(out)
             };
             let request = DataRequest {

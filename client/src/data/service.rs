@@ -76,8 +76,8 @@ impl Storage {
     }
 
     /// The connections that are open.
-    pub fn ways(&self) -> Vec<pb::WayStatus> {
-        [self.connections.ways(), self.rdma_connections.ways()].concat()
+    pub fn statuses(&self) -> Vec<pb::ConnectionStatus> {
+        [self.connections.statuses(), self.rdma_connections.statuses()].concat()
     }
 
     pub fn close(&self) {

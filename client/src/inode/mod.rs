@@ -24,7 +24,7 @@ mod report;
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 use parking_lot::Mutex;
-use strake_fabric::RoadCounter;
+use strake_fabric::TransportCounter;
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Ino, Result, SessionId,
     layout::{MAX_FILE_SIZE, StripeMap},
@@ -107,8 +107,8 @@ pub(crate) struct Inode {
     /// update, and the round that fences them.
     pub given_up: Mutex<BTreeMap<ChainId, (ChunkId, u64)>>,
     /// Bytes that came from storage servers and that went there, by transport.
-    pub fetched: RoadCounter,
-    pub sent: RoadCounter,
+    pub fetched: TransportCounter,
+    pub sent: TransportCounter,
     state: Mutex<State>,
 }
 
@@ -141,8 +141,8 @@ impl Inode {
             placing: Arc::default(),
             awaited: Awaited::default(),
             given_up: Mutex::default(),
-            fetched: RoadCounter::default(),
-            sent: RoadCounter::default(),
+            fetched: TransportCounter::default(),
+            sent: TransportCounter::default(),
             state: Mutex::new(State {
                 report: Report::new(attr),
                 losses: Losses::default(),

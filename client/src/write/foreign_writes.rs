@@ -12,7 +12,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use strake_fabric::{ByRoad, Foreign, Lend, Message};
+use strake_fabric::{ByTransport, Foreign, Lend, Message};
 use strake_proto::{
     Code, Error, Result, SessionId,
     checksum::BLOCK,
@@ -174,7 +174,7 @@ impl Updates {
                 format!("chain {} answered a stable write as an unstable one", chain.id),
             ));
         }
-        w.inode.sent.add(ByRoad::of(m.went, u64::from(p.len)));
+        w.inode.sent.add(ByTransport::of(m.went, u64::from(p.len)));
         Ok(())
     }
 

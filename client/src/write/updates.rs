@@ -13,7 +13,7 @@ use std::{
 };
 
 use futures_util::future::join_all;
-use strake_fabric::{Buf, ByRoad, Message};
+use strake_fabric::{Buf, ByTransport, Message};
 use strake_proto::{
     ChainId, ChunkId, Code, Error, Result, SessionId,
     checksum::block_sums,
@@ -190,10 +190,11 @@ impl Updates {
         if handed.load(Relaxed) == 0 || sent.as_ref().map_or_else(is_answer, |_| true) {
             u.copies = before;
         }
-        let (_, reply, road) = sent.map_err(|e| self.storage.knows_no_clock(node, &heard, e))?;
+        let (_, reply, transport) =
+            sent.map_err(|e| self.storage.knows_no_clock(node, &heard, e))?;
         for b in u.data.bytes() {
-            b.sent_by(road);
-            u.inode.sent.add(ByRoad::of(road, b.len() as u64));
+            b.sent_by(transport);
+            u.inode.sent.add(ByTransport::of(transport, b.len() as u64));
         }
         Ok(reply)
     }

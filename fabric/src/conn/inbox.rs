@@ -229,7 +229,7 @@ impl<R: Incoming> Inbox<'_, R> {
 
     pub async fn payload(&mut self, h: &Header, mut to: BufMut) -> Result<Payload> {
         self.exact(&mut to).await?;
-        to.came_by(self.shared.stream_road(to.len()));
+        to.came_by(self.shared.stream_transport(to.len()));
         Ok(checked(h, to))
     }
 

@@ -15,7 +15,7 @@ use super::{
     request::request,
     shared::{Shared, Waiter},
 };
-use crate::{BufMut, Message, Peer, Road, Service};
+use crate::{BufMut, Message, Peer, Service, Transport};
 
 /// How long a connection whose frame has stopped stays open before it is closed.
 const LINGER: Duration = Duration::from_secs(2);
@@ -149,7 +149,7 @@ async fn settle(s: Arc<Shared>, h: Header, mut waiting: Waiter, result: Result<M
         }
         (Ok(mut m), Some(mut room)) if placed && room.len() >= h.payload_len as usize => {
             room.truncate(h.payload_len as usize);
-            room.came_by(Road::Rdma);
+            room.came_by(Transport::Rdma);
             s.counter.received(h.payload_len.into());
             match checked(&h, room) {
                 Payload::Whole(p) => {

@@ -17,7 +17,7 @@ use super::{
     room::Charge,
     shared::{Phase, Place, Shared},
 };
-use crate::{BufMut, Message, Peer, Road, Role, Service};
+use crate::{BufMut, Message, Peer, Role, Service, Transport};
 
 pub(super) async fn request<R: Incoming>(
     s: &Arc<Shared>,
@@ -156,7 +156,7 @@ async fn fetch_and_handle(
     let Some(bulk) = answer.shared.bulk() else { return };
     let got = match bulk.fetch(&parts, to).await {
         Ok(mut got) => {
-            got.came_by(Road::Rdma);
+            got.came_by(Transport::Rdma);
             answer.shared.counter.received(got.len() as u64);
             checked(&answer.header, got)
         }

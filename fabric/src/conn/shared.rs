@@ -38,7 +38,8 @@ use super::{
     room::{Room, Taken, Until},
 };
 use crate::{
-    Buf, BufMut, Connection, Lend, Message, Pool, Road, Role, Service, Traffic, traffic::Counter,
+    Buf, BufMut, Connection, Lend, Message, Pool, Role, Service, Traffic, Transport,
+    traffic::Counter,
 };
 
 static BROKEN: Quiet = Quiet::new();
@@ -305,11 +306,11 @@ impl Shared {
     }
 
     /// How a payload of this length counts if it goes through the stream.
-    pub fn stream_road(&self, len: usize) -> Road {
+    pub fn stream_transport(&self, len: usize) -> Transport {
         match self.over_rdma {
-            false => Road::Tcp,
-            true if len > INLINE => Road::RdmaStream,
-            true => Road::Rdma,
+            false => Transport::Tcp,
+            true if len > INLINE => Transport::RdmaStream,
+            true => Transport::Rdma,
         }
     }
 
@@ -465,7 +466,8 @@ impl Shared {
                     (Some(loan), placed)
                 }
             };
-            let went = if placed.is_some() { Road::Rdma } else { self.stream_road(payload) };
+            let went =
+                if placed.is_some() { Transport::Rdma } else { self.stream_transport(payload) };
             let foreign = foreign.map(|what| {
                 if matches!(what, Lend::Room(_)) { what.memory().len() as u32 } else { 0 }
             });

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     Buf, BufMut, Connection, Endpoint, Fabric, Foreign, Identity, Lend, Listener, Message, Peer,
-    Pool, Road, Service, conformance,
+    Pool, Service, Transport, conformance,
 };
 
 const LONG: Duration = Duration::from_secs(20);
@@ -317,7 +317,8 @@ async fn what_was_lent_is_taken_back_before_the_caller_sees_the_answer() {
         let got = conn.call(m, LONG).await.unwrap();
         assert!(got.payload_len() == len && got.payload.iter().all(|b| b[..] == payload[..]));
         assert!(
-            got.went == Road::Rdma && got.payload.iter().all(|b| b.road() == Road::Rdma),
+            got.went == Transport::Rdma
+                && got.payload.iter().all(|b| b.transport() == Transport::Rdma),
             "{len}"
         );
         assert_eq!(f.lent(), 0, "{len}");
@@ -483,11 +484,12 @@ async fn payloads_go_through_the_stream_where_no_memory_may_be_registered() {
                     "{len} {code:?}"
                 );
                 // It was not direct, and both ends of the call report that.
-                let road =
-                    |streamed| if streamed && len > 4096 { Road::RdmaStream } else { Road::Rdma };
+                let transport = |streamed| {
+                    if streamed && len > 4096 { Transport::RdmaStream } else { Transport::Rdma }
+                };
                 assert_eq!(
-                    (got.went, got.payload[0].road()),
-                    (road(near), road(true)),
+                    (got.went, got.payload[0].transport()),
+                    (transport(near), transport(true)),
                     "{len} {near} {far}"
                 );
                 assert_eq!(f.lent(), 0, "{len} {code:?}");
@@ -573,7 +575,7 @@ async fn foreign_memory_is_read_and_written_where_it_lies() {
         };
         let got = conn.call(m, LONG).await.unwrap();
         assert_eq!(got.body[..], super::shared::sum(&[want]).to_le_bytes());
-        assert_eq!((got.went, f.lent()), (Road::Rdma, 0));
+        assert_eq!((got.went, f.lent()), (Transport::Rdma, 0));
     }
     // A payload that comes with its frame is not written there; one longer than the room is
     // refused.

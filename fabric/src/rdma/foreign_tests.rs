@@ -16,7 +16,7 @@ use tokio::{sync::Semaphore, time::timeout};
 
 use super::tests::{here, number, read_of, serve, server, settled, works};
 use crate::{
-    Connection, Fabric, Foreign, Lend, Listener, Message, Peer, RdmaFabric, Road, Service,
+    Connection, Fabric, Foreign, Lend, Listener, Message, Peer, RdmaFabric, Service, Transport,
     conformance,
 };
 
@@ -129,7 +129,7 @@ async fn foreign_memory_is_read_and_written_where_it_lies_over_several_queue_pai
     for (got, p) in futures_util::future::join_all(writes).await.into_iter().zip(parts) {
         let got = got.unwrap();
         let want = crc32c(&memory.look()[p.start as usize..p.end as usize]);
-        assert_eq!((&got.body[..], got.went), (&want.to_le_bytes()[..], Road::Rdma));
+        assert_eq!((&got.body[..], got.went), (&want.to_le_bytes()[..], Transport::Rdma));
     }
     for c in &lanes {
         assert!(c.traffic().sent > 4000 && c.traffic().received > 4000, "{:?}", c.traffic());
@@ -181,7 +181,7 @@ async fn foreign_memory_is_out_of_reach_the_moment_a_call_is_given_up() {
 /// Waits until only this many ends of connections are left.
 async fn settled_of(f: &RdmaFabric, ends: u64) {
     let left = async {
-        while f.roads()[0].1.connections > ends {
+        while f.transports()[0].1.connections > ends {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };

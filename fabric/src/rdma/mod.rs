@@ -393,7 +393,7 @@ impl Fabric for RdmaFabric {
         &self.streams.pool
     }
 
-    fn roads(&self) -> Vec<(&'static str, Traffic)> {
+    fn transports(&self) -> Vec<(&'static str, Traffic)> {
         vec![("rdma", self.streams.totals.look())]
     }
 }

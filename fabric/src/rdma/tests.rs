@@ -22,7 +22,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::{verbs::op, *};
 use crate::{
-    Buf, Message, Roads, Role,
+    Buf, Message, Role, Transports,
     conformance::{self, TestService},
     conn::{bulk::Regions, handshake, handshake::Party},
 };
@@ -546,10 +546,10 @@ async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
         );
         return;
     };
-    let roads = |identity| {
-        Roads::new(Env::system(), identity, None, Pool::new(64 << 20), Options::default())
+    let transports = |identity| {
+        Transports::new(Env::system(), identity, None, Pool::new(64 << 20), Options::default())
     };
-    let (far, near) = (roads(Identity::server(&[1; 32])), roads(client_identity()));
+    let (far, near) = (transports(Identity::server(&[1; 32])), transports(client_identity()));
     let service = Arc::new(TestService::default());
     let mut guards = Vec::new();
     for at in [at, Endpoint::Rdma(stays, 0), "tcp:127.0.0.1:0".parse().unwrap()] {
@@ -585,14 +585,15 @@ async fn a_device_that_vanishes_in_mid_transfer_takes_nobody_else_along() {
         let all: Vec<String> = guards.iter().map(|g| g.endpoint().to_string()).collect();
         let start = Instant::now();
         let mut new = None;
-        for way in near.ways(&all).unwrap() {
-            if let Ok(Ok(c)) = timeout(Duration::from_millis(1500), near.connect(&way, None)).await
+        for route in near.routes(&all).unwrap() {
+            if let Ok(Ok(c)) =
+                timeout(Duration::from_millis(1500), near.connect(&route, None)).await
             {
                 new = Some(c);
                 break;
             }
         }
-        let new = new.expect("a way is left");
+        let new = new.expect("a route is left");
         println!("removed: a new connection by {} after {:?}", new.addr(), start.elapsed());
         assert_eq!(new.addr(), guards[1].endpoint().to_string());
         works(&*new).await;

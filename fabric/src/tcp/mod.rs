@@ -260,7 +260,7 @@ impl Fabric for TcpFabric {
         &self.streams.pool
     }
 
-    fn roads(&self) -> Vec<(&'static str, Traffic)> {
+    fn transports(&self) -> Vec<(&'static str, Traffic)> {
         vec![("tcp", self.streams.totals.look())]
     }
 }

@@ -15,8 +15,8 @@
 //!   `system.strake.seal`, for which the kernel leaves the permission check to the metadata
 //!   servers: an owner without write permission may seal a file.
 //! - `strake.seal.N`: the digests of page N of the file's manifest.
-//! - `strake.roads`: how the storage servers are reached, and the transports by which bytes of the
-//!   file were moved, an encoded [`pb::Roads`].
+//! - `strake.transports`: how the storage servers are reached, and the transports by which bytes of the
+//!   file were moved, an encoded [`pb::Transports`].
 //! - `strake.map.N`: part N of the encoded cluster map, see [`map_part`].
 //! - `strake.path.FID`: the path of that FID from the root of the mount. For root only, since it
 //!   ignores search permissions.
@@ -165,8 +165,9 @@ impl Xattrs {
                     .into_bytes()
                     .into());
             }
-            "roads" => {
-                return Ok(self.base.client.servers().file_roads(ino).encode_to_vec().into());
+            // Programs of 0.1.0 ask for `roads`.
+            "transports" | "roads" => {
+                return Ok(self.base.client.servers().file_transports(ino).encode_to_vec().into());
             }
             "statfs" => return Ok(self.known.ask_space(&self.base).await?.encode_to_vec().into()),
             "layout" => {

@@ -1,4 +1,4 @@
-/* Ranges of files of a StrakeFS cluster into GPU memory and back, with a report of the road that every byte took.
+/* Ranges of files of a StrakeFS cluster into GPU memory and back, with a report of how every byte went.
  *
  *   cc program.c -lstrakegds
  *
@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-/* Roads, best first: the index into `by_tier`. */
+/* Tiers, best first: the index into `by_tier`. */
 enum strakegds_tier {
   STRAKEGDS_GPU_RDMA = 0,
   STRAKEGDS_LOCAL_GDS = 1,
@@ -48,7 +48,7 @@ struct strakegds_options {
   const char *mds;              /* metadata servers: HOST[:PORT],...; has no default */
   const char *client_key;       /* file with the client key; "/etc/strake/client.key" */
   const char *memory;           /* "cuda:N", or "host" (this machine's own, in place of a device); "cuda:0" */
-  const char *fabric;           /* roads to the storage servers: "auto", "tcp", "rdma"; "auto" */
+  const char *fabric;           /* transports to the storage servers: "auto", "tcp", "rdma"; "auto" */
   uint64_t pinned_limit;        /* bytes of host memory that all bridges of the process have pinned at most, when this one
                                  * pins more; half of RLIMIT_MEMLOCK, or 512 MiB of its own where that is without limit */
   uint32_t workers;             /* threads with a stream each; 4 */
@@ -78,7 +78,7 @@ struct strakegds_report {
   size_t size;                       /* set it to sizeof(struct strakegds_report) */
   uint64_t asked;                    /* bytes of all ranges */
   uint64_t moved;                    /* bytes that were certainly moved: the sum of by_tier */
-  uint64_t by_tier[STRAKEGDS_TIERS]; /* by the road that each byte took */
+  uint64_t by_tier[STRAKEGDS_TIERS]; /* by the tier that each byte took */
   uint64_t staged;                   /* of those, copied once more in host memory */
   uint64_t over_rdma;                /* bytes of `moved` that went over RDMA, in the network */
   uint32_t switches;                 /* how often the tier changed in the middle of the call */

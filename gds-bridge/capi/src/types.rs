@@ -6,7 +6,7 @@ use std::{
     ptr,
 };
 
-use strake_fabric::{Road, Use};
+use strake_fabric::{Transport, Use};
 use strake_gds::{
     Checksum, Report, Tier,
     session::{Memory, Setup},
@@ -102,7 +102,7 @@ impl Options {
         let mut setup =
             Setup::new(mds, or(o.memory, "options: memory", "cuda:0")?.parse::<Memory>()?);
         setup.key = or(o.client_key, "options: client_key", strake_gds::session::KEY)?.into();
-        setup.roads = match or(o.fabric, "options: fabric", "auto")? {
+        setup.transports = match or(o.fabric, "options: fabric", "auto")? {
             "auto" => Use::Best,
             "tcp" => Use::Tcp,
             "rdma" => Use::Rdma,
@@ -159,7 +159,7 @@ impl ReportOut {
             moved: r.moved(),
             by_tier: Tier::ALL.map(|t| r.by_tier[t]),
             staged: r.staged,
-            over_rdma: r.by_road[Road::Rdma] + r.by_road[Road::RdmaStream],
+            over_rdma: r.by_transport[Transport::Rdma] + r.by_transport[Transport::RdmaStream],
             switches: r.switches.len() as u32,
             checksum: match r.checksum {
                 None => 0,

@@ -499,7 +499,7 @@ impl Driver {
         }
         let mut setup = Setup::new(&of.servers, Memory::Cuda(device));
         setup.key = set::text("STRAKE_GDS_KEY").unwrap_or_else(|| KEY.into()).into();
-        setup.roads = match set::text("STRAKE_GDS_FABRIC").as_deref() {
+        setup.transports = match set::text("STRAKE_GDS_FABRIC").as_deref() {
             None | Some("auto") => Use::Best,
             Some("tcp") => Use::Tcp,
             Some("rdma") => Use::Rdma,

@@ -9,7 +9,7 @@ use std::{
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use strake_fabric::ByRoad;
+use strake_fabric::ByTransport;
 use strake_gds::{ByTier, Checksums, Report, Tier};
 
 use crate::{
@@ -57,7 +57,7 @@ struct Truth {
     /// Bytes that the calls returned to programs.
     bytes: u64,
     by_tier: ByTier<u64>,
-    by_road: ByRoad,
+    by_transport: ByTransport,
     staged: u64,
     host: u64,
     /// Bytes by where they were verified: `gpu`, `host` or `none`.
@@ -107,8 +107,8 @@ impl Truth {
             for (tier, n) in r.by_tier.iter() {
                 self.by_tier[tier] += n;
             }
-            for (road, n) in r.by_road.iter() {
-                self.by_road.add(road, n);
+            for (transport, n) in r.by_transport.iter() {
+                self.by_transport.add(transport, n);
             }
             self.staged += r.staged;
             self.switches += r.switches.len() as u64;
@@ -126,10 +126,10 @@ impl Truth {
     fn json(&self) -> Value {
         let unavailable: BTreeMap<&str, &String> =
             self.unavailable.iter().map(|(t, why)| (t.name(), why)).collect();
-        let roads: BTreeMap<&str, u64> =
-            self.by_road.iter().map(|(road, n)| (road.name(), n)).collect();
+        let transports: BTreeMap<&str, u64> =
+            self.by_transport.iter().map(|(transport, n)| (transport.name(), n)).collect();
         json!({
-            "calls": self.calls.ok, "failed": self.calls.err, "bytes": self.bytes, "by_tier": self.by_tier, "by_road": roads,
+            "calls": self.calls.ok, "failed": self.calls.err, "bytes": self.bytes, "by_tier": self.by_tier, "by_transport": transports,
             "staged": self.staged, "host_memory": self.host, "checksums": self.checksums, "switches": self.switches,
             "unavailable": unavailable,
         })
@@ -138,19 +138,19 @@ impl Truth {
 
 /// The path of a call in cuFile's terms: straight to GPU memory (`P2p`), by nvidia-fs (`Nvfs`), or
 /// any other (`Posix`).
-enum Road {
+enum Transport {
     P2p,
     Nvfs,
     Posix,
 }
 
-fn road(e: &Ended<'_>) -> Road {
+fn transport(e: &Ended<'_>) -> Transport {
     let sum = |tier: Tier| e.reports.iter().map(|r| r.by_tier[tier]).sum::<u64>();
     let all: u64 = e.reports.iter().map(Report::moved).sum();
     match () {
-        () if all > 0 && sum(Tier::GpuRdma) == all => Road::P2p,
-        () if all > 0 && sum(Tier::LocalGds) == all => Road::Nvfs,
-        () => Road::Posix,
+        () if all > 0 && sum(Tier::GpuRdma) == all => Transport::P2p,
+        () if all > 0 && sum(Tier::LocalGds) == all => Transport::Nvfs,
+        () => Transport::Posix,
     }
 }
 
@@ -186,7 +186,7 @@ fn add_call(l: &mut Level2, e: &Ended<'_>) {
 
 fn add_gpu(g: &mut PerGpu, e: &Ended<'_>) {
     let (n, us, ok) = (e.outcome.unwrap_or(0) as u64, e.took.as_micros() as u64, e.outcome.is_ok());
-    let (all, err, bytes, time, unaligned, roads) = match e.access {
+    let (all, err, bytes, time, unaligned, transports) = match e.access {
         Access::Read => (
             &mut g.reads,
             &mut g.reads_err,
@@ -209,11 +209,11 @@ fn add_gpu(g: &mut PerGpu, e: &Ended<'_>) {
     *time += us;
     *unaligned += u64::from(e.unaligned);
     if ok {
-        let [p2p, nvfs, posix] = roads;
-        *match road(e) {
-            Road::P2p => p2p,
-            Road::Nvfs => nvfs,
-            Road::Posix => posix,
+        let [p2p, nvfs, posix] = transports;
+        *match transport(e) {
+            Transport::P2p => p2p,
+            Transport::Nvfs => nvfs,
+            Transport::Posix => posix,
         } += 1;
     } else {
         *err += 1;

@@ -887,7 +887,7 @@ static void switched(int save) {
   strake_standin_set(12, -1);
   if (save) IS(pread(fd, none, n, 0), n);
   CHECK(save ? !memcmp(none, data, n) : same(dev, data, n));
-  /* NVIDIA's counters: all bytes, by neither of its straight roads. */
+  /* NVIDIA's counters: all bytes, by neither of its direct paths. */
   IS(cuFileGetStatsL3(l).err, 0);
   IS(l[12], save ? 0 : n); IS(l[13], save ? n : 0);
   uint64_t *g = l + 1144 / 8;

@@ -51,7 +51,7 @@ fn statistics_say_what_was_done() {
     };
     for (way, bytes) in [(read, 12288), (write, 8192)] {
         assert_eq!(sum(&way["by_tier"]), bytes, "{stats}");
-        assert_eq!((sum(&way["by_road"]), sum(&way["checksums"])), (bytes, bytes), "{stats}");
+        assert_eq!((sum(&way["by_transport"]), sum(&way["checksums"])), (bytes, bytes), "{stats}");
         assert_eq!(
             (way["by_tier"]["gpu-rdma"].as_u64(), way["by_tier"]["local-gds"].as_u64()),
             (Some(0), Some(0))

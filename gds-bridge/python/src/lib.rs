@@ -223,7 +223,7 @@ impl Bridge {
         let memory = memory.parse().map_err(failed)?;
         let mut setup = Setup::new(mds, memory);
         setup.key = key.unwrap_or(KEY).into();
-        setup.roads = match fabric {
+        setup.transports = match fabric {
             "auto" => Use::Best,
             "tcp" => Use::Tcp,
             "rdma" => Use::Rdma,

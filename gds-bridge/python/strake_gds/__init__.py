@@ -1,4 +1,4 @@
-"""Ranges of StrakeFS files into GPU memory and back, with a report of the road that every byte took: see docs/gds.md."""
+"""Ranges of StrakeFS files into GPU memory and back, with a report of how every byte went: see docs/gds.md."""
 
 from ._native import Bridge, Call, Tensor
 

@@ -107,7 +107,7 @@ class Test(unittest.TestCase):
         self.assertEqual(r["by_tier"]["bounce-tcp"] + r["by_tier"]["pageable"], len(data))
         self.assertTrue(r["by_tier"]["bounce-tcp"] and r["by_tier"]["pageable"], r)
         self.assertEqual([(s["from"], s["to"]) for s in r["switches"]], [("bounce-tcp", "pageable")])
-        self.assertEqual(sum(r["by_road"].values()), len(data))
+        self.assertEqual(sum(r["by_transport"].values()), len(data))
 
     def test_copies_on_this_node(self):
         self.b.save_from(self.tensor(pattern(10_000)), self.name)

@@ -12,7 +12,7 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex};
-use strake_fabric::{ByRoad, Road};
+use strake_fabric::{ByTransport, Transport};
 use strake_proto::{
     Code,
     checksum::{BLOCK, crc32c},
@@ -245,7 +245,7 @@ impl Read {
             one.or(two).or(self.end(stream, last, end)?)
         };
         let (by, staged) =
-            (ByRoad::of(Road::Local, self.len), self.len - last.saturating_sub(first));
+            (ByTransport::of(Transport::Local, self.len), self.len - last.saturating_sub(first));
         Ok(Went { by, staged, summed: self.sum && unsummed.is_none(), unsummed })
     }
 

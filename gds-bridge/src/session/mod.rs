@@ -15,7 +15,7 @@ use rustix::process::{getegid, geteuid, getgroups};
 pub use stage::Staged;
 pub use start::Started;
 use strake_client::{Client, Creds, File};
-use strake_fabric::{Buf, Endpoint, Identity, Pool, REGION, Roads, Use, endpoint::MDS_PORT};
+use strake_fabric::{Buf, Endpoint, Identity, Pool, REGION, Transports, Use, endpoint::MDS_PORT};
 use strake_proto::{Code, Error, Ino, Result, pb};
 use strake_runtime::{ClientKey, Env, keyfile};
 pub use tensors::TensorFile;
@@ -64,7 +64,7 @@ pub struct Setup {
     /// The device.
     pub memory: Memory,
     /// Transports to the storage servers.
-    pub roads: Use,
+    pub transports: Use,
     /// The user for whom files are opened; `None`: the user and groups of the process.
     pub creds: Option<Creds>,
     /// Threads that serve the network, 1 to 64.
@@ -83,7 +83,7 @@ impl Setup {
             mds: mds.split(',').map(|s| s.trim().to_string()).filter(|s| !s.is_empty()).collect(),
             key: KEY.into(),
             memory,
-            roads: Use::Best,
+            transports: Use::Best,
             creds: None,
             threads: 4,
             options: Options::default(),
@@ -182,7 +182,7 @@ impl Session {
             .enable_all()
             .build()?;
         let (client, bridge) = runtime.block_on(async {
-            let client = connect(endpoints, key, setup.roads).await?;
+            let client = connect(endpoints, key, setup.transports).await?;
             let bridge =
                 Bridge::open(device.clone(), Arc::new(client.clone()), setup.options.clone())
                     .await?;
@@ -468,13 +468,14 @@ impl Inner {
     }
 }
 
-async fn connect(mds: Vec<Endpoint>, key: ClientKey, roads: Use) -> Result<Client> {
+async fn connect(mds: Vec<Endpoint>, key: ClientKey, transports: Use) -> Result<Client> {
     let env = Env::system();
     let hostname = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let config = strake_client::Config { hostname, ..strake_client::Config::new(mds) };
-    let pool = roads.pool(Pool::default())?;
+    let pool = transports.pool(Pool::default())?;
     let fabric =
-        Roads::new(env.clone(), Identity::client(key), None, pool, Default::default()).only(roads);
+        Transports::new(env.clone(), Identity::client(key), None, pool, Default::default())
+            .only(transports);
     Client::connect(config, env, Arc::new(fabric)).await
 }
 

@@ -9,7 +9,7 @@ use std::sync::{
 use crate::common::*;
 use crate::ram::{KIB, MIB, over, pattern};
 use strake_client::{Arrived, Client, File};
-use strake_fabric::{Buf, ByRoad, Foreign, Road};
+use strake_fabric::{Buf, ByTransport, Foreign, Transport};
 use strake_fake_gpu::FakeGpu;
 use strake_gds::{Direction, FileIo, GpuMem, Policy, Tier, Transfer};
 use strake_proto::Code;
@@ -148,7 +148,7 @@ impl FileIo for Turning {
         self.count();
         FileIo::read(&self.file, offset, len).await
     }
-    async fn write(&self, offset: u64, data: Buf) -> strake_proto::Result<ByRoad> {
+    async fn write(&self, offset: u64, data: Buf) -> strake_proto::Result<ByTransport> {
         self.count();
         FileIo::write(&self.file, offset, data).await
     }
@@ -169,12 +169,13 @@ impl FileIo for Turning {
 /// Each server's simulated transport marks the payloads it moves, as the real ones do. Everything
 /// from there to the report is the real code.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
+async fn each_part_tells_the_transport_it_took_and_the_file_the_same() {
     const O_DIRECT: u32 = 0o40000;
     let cluster = Cluster::new(4, 1);
     let net = cluster.net.clone();
-    let all_by = move |road: Road| (0..4).for_each(|t| net.set_road(node(t), road));
-    all_by(Road::Rdma);
+    let all_by =
+        move |transport: Transport| (0..4).for_each(|t| net.set_transport(node(t), transport));
+    all_by(Transport::Rdma);
     let c = cluster.client(1).await;
     let mem = FakeGpu::new();
     mem.limit_pins(1 << 30);
@@ -184,10 +185,12 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
     let tensor = crate::ram::device(&mem, &vec![0; data.len()]);
     // Do not read from the cache: it would report the transport by which the bytes arrived earlier.
     let (uncached, _) = c.open(&user(), f.ino(), RW | O_DIRECT).await.unwrap();
-    let by_road = || c.servers().file_roads(f.ino()).file;
-    let moved = |of: fn(&strake_proto::pb::FileRoad) -> u64| by_road().iter().map(of).sum::<u64>();
+    let by_transport = || c.servers().file_transports(f.ino()).file;
+    let moved = |of: fn(&strake_proto::pb::FileTransport) -> u64| {
+        by_transport().iter().map(of).sum::<u64>()
+    };
     assert_eq!(
-        (moved(|r| r.sent), by_road()[3].sent),
+        (moved(|r| r.sent), by_transport()[3].sent),
         (4 * MIB, 4 * MIB),
         "what was written, by RDMA"
     );
@@ -208,14 +211,14 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
         .into_iter()
         .flat_map(|p| [Direction::Load, Direction::Save].map(|d| (p, d)))
     {
-        all_by(Road::Rdma);
+        all_by(Transport::Rdma);
         let back = all_by.clone();
-        let turn = Box::new(move || back(Road::Tcp));
+        let turn = Box::new(move || back(Transport::Tcp));
         let turning =
             Arc::new(Turning { file: uncached.clone(), calls: AtomicU64::new(0), at: 8, turn });
         let all = [Transfer { file: turning, offset: 0, gpu: tensor, len: 4 * MIB }];
         let (fetched, sent) = (moved(|r| r.fetched), moved(|r| r.sent));
-        let (roads, before) = (by_road(), tiers());
+        let (transports, before) = (by_transport(), tiers());
         let outcome = match direction {
             Direction::Load => bridge.load(&all, policy).await,
             Direction::Save => bridge.save(&all, policy).await,
@@ -228,13 +231,16 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
             }
         };
         assert_eq!(r.moved() == r.asked, policy != strict, "a strict call ends: {r}");
-        assert_eq!((r.moved(), r.by_road.sum()), (r.ranges.iter().sum(), r.moved()));
+        assert_eq!((r.moved(), r.by_transport.sum()), (r.ranges.iter().sum(), r.moved()));
         assert_eq!(
             (r.by_tier[Tier::BounceRdma], r.by_tier[Tier::Pageable]),
-            (r.by_road[Road::Rdma], 0),
+            (r.by_transport[Transport::Rdma], 0),
             "{r}"
         );
-        assert!(r.by_road[Road::Rdma] > 0 && r.by_road[Road::Local] == 0, "{r}");
+        assert!(
+            r.by_transport[Transport::Rdma] > 0 && r.by_transport[Transport::Local] == 0,
+            "{r}"
+        );
         let now = tiers();
         let (loaded, saved) = [(now.loaded, before.loaded), (now.saved, before.saved)]
             .map(|(now, before)| strake_gds::ByTier::new(|t| now[t] - before[t]))
@@ -251,13 +257,14 @@ async fn each_part_tells_the_road_it_took_and_the_file_the_same() {
             let (fetched, sent) = (moved(|r| r.fetched) - fetched, moved(|r| r.sent) - sent);
             let want = if direction == Direction::Load { (r.moved(), 0) } else { (0, r.moved()) };
             assert_eq!((fetched, sent), want, "`lfs path` counts the same bytes");
-            for (was, now) in roads.iter().zip(by_road()) {
-                let road = Road::ALL.into_iter().find(|r| r.name() == was.road).unwrap();
+            for (was, now) in transports.iter().zip(by_transport()) {
+                let transport =
+                    Transport::ALL.into_iter().find(|r| r.name() == was.transport).unwrap();
                 let went = (now.fetched - was.fetched) + (now.sent - was.sent);
                 assert_eq!(
-                    (&now.road, went),
-                    (&was.road, r.by_road[road]),
-                    "the same by each road"
+                    (&now.transport, went),
+                    (&was.transport, r.by_transport[transport]),
+                    "the same by each transport"
                 );
             }
         } else if direction == Direction::Load {

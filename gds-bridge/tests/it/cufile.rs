@@ -34,7 +34,7 @@ fn open(dir: &Path, flags: &[&str]) -> Option<(PathBuf, Opened)> {
 }
 
 #[test]
-fn reads_arrive_and_counters_tell_their_road_in_each_version() {
+fn reads_arrive_and_counters_tell_their_transport_in_each_version() {
     let dir = tempfile::tempdir().unwrap();
     let data: Vec<u8> = (0..32_768u32).map(|i| (i * 7 + i / 251) as u8).collect();
     std::fs::write(dir.path().join("f"), &data).unwrap();

@@ -13,7 +13,7 @@ use std::{
 use crate::common::*;
 use crate::ram::{KIB, MIB, pattern};
 use strake_client::{Arrived, Client, File};
-use strake_fabric::{Buf, ByRoad, Foreign, Pool, Road};
+use strake_fabric::{Buf, ByTransport, Foreign, Pool, Transport};
 use strake_fake_gpu::FakeGpu;
 use strake_gds::{
     Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, Network, Options, Policy, Strict, Tier,
@@ -69,7 +69,7 @@ async fn stage(sums: bool, options: Options) -> Stage {
 /// As [`stage`], but the self-test sees the direct path slower by `slower`.
 async fn staged(sums: bool, options: Options, slower: Duration) -> Stage {
     let cluster = Cluster::new(4, 2);
-    (0..4).for_each(|t| cluster.net.set_road(node(t), Road::Rdma));
+    (0..4).for_each(|t| cluster.net.set_transport(node(t), Transport::Rdma));
     let client = cluster.client(1).await;
     let mem = FakeGpu::new();
     mem.limit_pins(1 << 30);
@@ -135,8 +135,12 @@ async fn bytes_go_straight_to_the_device_and_back_and_are_stable_and_verified_th
     // answer.
     let copied = s.mem.copied().load_pinned - before.load_pinned + s.mem.copied().load_pageable
         - before.load_pageable;
-    assert_eq!((r.staged, r.by_road[Road::Rdma] + r.by_road[Road::Local]), (copied, len), "{r}");
-    assert!(r.by_road[Road::Rdma] >= MIB + 100 && copied < 2 * MIB + 64 * KIB, "{r}");
+    assert_eq!(
+        (r.staged, r.by_transport[Transport::Rdma] + r.by_transport[Transport::Local]),
+        (copied, len),
+        "{r}"
+    );
+    assert!(r.by_transport[Transport::Rdma] >= MIB + 100 && copied < 2 * MIB + 64 * KIB, "{r}");
     assert!(s.cluster.net.lent().0 >= lent + 17, "a request for each stripe");
     assert!(
         s.cluster.net.lent().1 >= 4 * 4,
@@ -213,7 +217,7 @@ async fn damage_is_found_by_the_device_fetched_once_more_and_then_an_error() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn servers_that_go_away_and_refuse_are_waited_for_or_replaced_as_on_other_roads() {
+async fn servers_that_go_away_and_refuse_are_waited_for_or_replaced_as_on_other_transports() {
     let s = stage(true, options()).await;
     let data = pattern(5, 2 * MIB);
     let f = written(&s.client, b"f", &data).await;
@@ -322,7 +326,7 @@ async fn where_nothing_can_be_lent_the_tier_says_so_and_nothing_moves_by_it() {
         "{failed}"
     );
     // With TCP the tier is not available, and the error says why.
-    (0..4).for_each(|t| s.cluster.net.set_road(node(t), Road::Tcp));
+    (0..4).for_each(|t| s.cluster.net.set_transport(node(t), Transport::Tcp));
     let (lent, _) = s.cluster.net.lent();
     let failed = s.bridge.load(&all, DIRECT).await.unwrap_err();
     assert!(
@@ -389,7 +393,7 @@ impl FileIo for Meanwhile {
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<Buf>> {
         FileIo::read(&self.file, offset, len).await
     }
-    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByTransport> {
         FileIo::write(&self.file, offset, data).await
     }
     async fn read_direct(&self, offset: u64, into: &Foreign) -> Result<Vec<Arrived>> {
@@ -476,7 +480,7 @@ async fn one_server_without_rdma_costs_no_load_its_tier_and_a_save_only_its_own(
     f.fsync().await.unwrap();
     let tensor = crate::ram::device(&s.mem, &vec![0; data.len()]);
     let all = [range(&f, 0, tensor, MIB)];
-    s.cluster.net.set_road(node(1), Road::Tcp);
+    s.cluster.net.set_transport(node(1), Transport::Tcp);
     // The other replicas are read.
     let r = s.bridge.load(&all, DIRECT).await.unwrap();
     assert!(r.is_all(Tier::GpuRdma) && s.mem.peek(tensor, MIB).unwrap() == data, "{r}");
@@ -498,7 +502,7 @@ async fn a_write_that_could_not_be_lent_to_anybody_changes_nothing_of_what_is_kn
     let data = pattern(12, MIB);
     let f = written(&s.client, b"f", &data).await;
     f.fsync().await.unwrap();
-    (0..4).for_each(|t| s.cluster.net.set_road(node(t), Road::Tcp));
+    (0..4).for_each(|t| s.cluster.net.set_transport(node(t), Transport::Tcp));
     let tensor = crate::ram::device(&s.mem, &data);
     let memory = s.mem.export(tensor, 4096).unwrap();
     // The client caches what it reads, before and after.
@@ -527,7 +531,7 @@ async fn a_save_to_a_file_with_o_dsync_has_told_its_size_when_it_returns() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_load_whose_bounce_road_fails_goes_on_straight_to_the_device() {
+async fn a_load_whose_bounce_path_fails_goes_on_straight_to_the_device() {
     let s = staged(true, options(), Duration::from_millis(100)).await;
     let data = pattern(14, MIB);
     let f = written(&s.client, b"f", &data).await;
@@ -546,7 +550,7 @@ async fn a_save_that_found_nothing_to_lend_to_is_remembered_by_saves() {
     f.fsync().await.unwrap();
     let tensor = crate::ram::device(&s.mem, &pattern(16, MIB));
     let all = [range(&f, 0, tensor, MIB)];
-    s.cluster.net.set_road(node(1), Road::Tcp);
+    s.cluster.net.set_transport(node(1), Transport::Tcp);
     let failed = s.bridge.save(&all, DIRECT).await.unwrap_err();
     let rests = |why: &Unavailable| matches!(why, Unavailable::Resting(Fault::Export { .. }));
     assert!(
@@ -564,14 +568,14 @@ async fn a_save_that_found_nothing_to_lend_to_is_remembered_by_saves() {
     assert_eq!(s.cluster.net.lent(), lent);
     // Loads can use other replicas, and a call that allows only this tier tries it.
     assert!(s.bridge.load(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
-    s.cluster.net.set_road(node(1), Road::Rdma);
+    s.cluster.net.set_transport(node(1), Transport::Rdma);
     assert!(s.bridge.save(&all, DIRECT).await.unwrap().is_all(Tier::GpuRdma));
     let r = s.bridge.save(&all, Policy::AtLeast(Tier::BounceTcp)).await.unwrap();
     assert!(!r.unavailable.iter().any(|(t, _)| *t == Tier::GpuRdma), "it worked since: {r}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_hole_that_cannot_be_copied_fails_what_copies_and_not_the_direct_road() {
+async fn a_hole_that_cannot_be_copied_fails_what_copies_and_not_the_direct_path() {
     let s = stage(true, options()).await;
     let f = written(&s.client, b"f", &pattern(17, MIB)).await;
     f.truncate(2 * MIB).await.unwrap();
@@ -590,7 +594,7 @@ async fn a_hole_that_cannot_be_copied_fails_what_copies_and_not_the_direct_road(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_part_beside_the_direct_road_that_fails_is_told() {
+async fn a_part_beside_the_direct_transport_that_fails_is_told() {
     let s = stage(true, options()).await;
     let f = written(&s.client, b"f", &pattern(18, MIB)).await;
     f.fsync().await.unwrap();
@@ -606,7 +610,7 @@ async fn a_part_beside_the_direct_road_that_fails_is_told() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_device_without_room_for_sums_uses_the_direct_road_only_with_consent() {
+async fn a_device_without_room_for_sums_uses_the_direct_transport_only_with_consent() {
     for consent in [false, true] {
         let s = stage(true, Options { accept_oss_checksum: consent, ..options() }).await;
         let data = pattern(20, MIB);
@@ -679,7 +683,7 @@ async fn a_bridge_opens_though_the_cluster_does_not_answer() {
 
 /// Files that cannot lend memory say so.
 #[tokio::test]
-async fn a_file_of_no_storage_server_has_no_direct_road() {
+async fn a_file_of_no_storage_server_has_no_direct_path() {
     let pool = Pool::new(16 << 20);
     let file = crate::ram::Ram::new(1, pattern(1, MIB), &pool);
     let mem = FakeGpu::new();

@@ -11,7 +11,7 @@ use std::{
 use crate::ram::*;
 use futures_util::FutureExt;
 use strake_client::Arrived;
-use strake_fabric::{Buf, ByRoad, Foreign, Pool};
+use strake_fabric::{Buf, ByTransport, Foreign, Pool};
 use strake_fake_gpu::{Copied, FakeGpu};
 use strake_gds::{
     Bridge, Checksum, Checksums, Direction, Fault, FileIo, GpuMem, Options, Policy, Report, Tier,
@@ -350,7 +350,7 @@ impl FileIo for Gated {
         self.begun.fetch_add(1, SeqCst);
         self.file.read(offset, len).await
     }
-    async fn write(&self, offset: u64, data: Buf) -> strake_proto::Result<ByRoad> {
+    async fn write(&self, offset: u64, data: Buf) -> strake_proto::Result<ByTransport> {
         self.begun.fetch_add(1, SeqCst);
         self.go.acquire().await.unwrap().forget();
         self.file.write(offset, data).await
@@ -563,7 +563,7 @@ impl FileIo for Stuck {
         }
         self.0.read(offset, len).await
     }
-    async fn write(&self, _: u64, _: strake_fabric::Buf) -> strake_proto::Result<ByRoad> {
+    async fn write(&self, _: u64, _: strake_fabric::Buf) -> strake_proto::Result<ByTransport> {
         unreachable!("this test loads")
     }
 

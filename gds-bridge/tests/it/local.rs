@@ -11,7 +11,7 @@ use std::{
 
 use crate::ram::*;
 use parking_lot::Mutex;
-use strake_fabric::{Pool, Road};
+use strake_fabric::{Pool, Transport};
 use strake_fake_gpu::{FakeGpu, Trick};
 use strake_gds::{
     Bridge, Checksum, Checksums, Fault, FileIo, GpuMem, Network, Options, Policy, Report, Tier,
@@ -144,9 +144,9 @@ async fn ranked(bridge: &Bridge) {
 
 #[track_caller]
 fn adds_up(r: &Report) {
-    assert_eq!((r.by_tier.sum(), r.by_road.sum()), (r.moved(), r.moved()), "{r}");
+    assert_eq!((r.by_tier.sum(), r.by_transport.sum()), (r.moved(), r.moved()), "{r}");
     assert_eq!(r.ranges.iter().sum::<u64>(), r.moved());
-    assert!(r.by_road[Road::Local] >= r.by_tier[Tier::LocalGds], "{r}");
+    assert!(r.by_transport[Transport::Local] >= r.by_tier[Tier::LocalGds], "{r}");
 }
 
 fn flip(path: &std::path::Path, at: u64) {
@@ -180,7 +180,9 @@ async fn ranges_of_copies_arrive_without_the_cluster_and_the_device_verifies_the
     let r = bridge.load(&all, LOCAL).await.unwrap();
     adds_up(&r);
     assert!(
-        r.is_all(Tier::LocalGds) && r.by_road[Road::Local] == r.asked && r.switches.is_empty(),
+        r.is_all(Tier::LocalGds)
+            && r.by_transport[Transport::Local] == r.asked
+            && r.switches.is_empty(),
         "{r}"
     );
     assert_eq!(
@@ -342,7 +344,7 @@ async fn no_lie_of_cufile_counts_and_strict_calls_never_degrade() {
             "{trick:?}: {r}"
         );
         assert!(
-            r.by_road[Road::Local] == r.by_tier[Tier::LocalGds]
+            r.by_transport[Transport::Local] == r.by_tier[Tier::LocalGds]
                 && r.switches[0].from == Tier::LocalGds,
             "{r}"
         );
@@ -427,7 +429,7 @@ async fn files_without_a_copy_take_other_tiers_or_fail_before_a_byte_moves() {
         }
         let r = bridge.load(&both, Policy::Prefer).await.unwrap();
         adds_up(&r);
-        assert_eq!((r.by_tier[Tier::LocalGds], r.by_road[Road::Tcp]), (MIB, MIB), "{r}");
+        assert_eq!((r.by_tier[Tier::LocalGds], r.by_transport[Transport::Tcp]), (MIB, MIB), "{r}");
         assert!(r.switches.is_empty(), "nothing failed: {r}");
         assert!(
             r.unavailable.iter().any(|(t, why)| *t == Tier::LocalGds && why.kind() == kind),
@@ -508,7 +510,7 @@ async fn the_self_test_tells_why_there_is_no_such_tier() {
 
 /// cuFile 1.15 refuses files like this on FUSE and on disks that it does not support.
 #[tokio::test]
-async fn files_that_cufile_refuses_have_no_such_road() {
+async fn files_that_cufile_refuses_have_no_such_path() {
     let rig = Rig::new();
     let f = rig.sealed(1, pattern(1, MIB), true);
     rig.stage(&f);

@@ -79,7 +79,7 @@ fn page(served: &Served, memory: &str) -> Vec<(&'static str, String)> {
         panic!("{} blocks in Python: are all tested?", blocks.len())
     };
     assert!(
-        first.contains("by_road")
+        first.contains("by_transport")
             && copies.contains("local-gds")
             && fast.contains("PipelineParallel")
     );

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use crate::ram::*;
-use strake_fabric::{Pool, Road};
+use strake_fabric::{Pool, Transport};
 use strake_fake_gpu::FakeGpu;
 use strake_gds::{Bridge, Direction, Network, Policy, Tier, Unavailable};
 use strake_proto::Code;
@@ -38,20 +38,24 @@ async fn with_rdma(pins: u64) -> (FakeGpu, Pool, Bridge, Arc<AtomicBool>) {
 async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
     let (mem, pool, bridge, rdma) = with_rdma(1 << 30).await;
     let data = pattern(1, 3 * MIB + 100);
-    let file = Ram::by(1, data.clone(), &pool, |_| Road::Rdma);
+    let file = Ram::by(1, data.clone(), &pool, |_| Transport::Rdma);
     let tensor = device(&mem, &vec![0; data.len()]);
     let all = [whole(&file, tensor)];
     let before = mem.copied();
     for policy in [RDMA, Policy::AtLeast(Tier::BounceRdma)] {
         let r = bridge.load(&all, policy).await.unwrap();
         assert!(
-            r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == r.asked,
+            r.is_all(Tier::BounceRdma)
+                && r.staged == 0
+                && r.by_transport[Transport::Rdma] == r.asked,
             "{r}"
         );
         assert!(mem.peek(tensor, data.len() as u64).unwrap() == data);
         let r = bridge.save(&all, policy).await.unwrap();
         assert!(
-            r.is_all(Tier::BounceRdma) && r.staged == 0 && r.by_road[Road::Rdma] == r.asked,
+            r.is_all(Tier::BounceRdma)
+                && r.staged == 0
+                && r.by_transport[Transport::Rdma] == r.asked,
             "{r}"
         );
     }
@@ -88,14 +92,14 @@ async fn what_comes_by_rdma_straight_into_pinned_memory_is_bounce_rdma() {
 
 /// The transport changes in the middle of a call.
 #[tokio::test]
-async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_calls() {
+async fn a_switch_of_transports_in_mid_run_is_counted_to_the_byte_and_ends_strict_calls() {
     let turn = 2 * MIB;
-    let roads = move |at| if at < turn { Road::Rdma } else { Road::Tcp };
+    let transports = move |at| if at < turn { Transport::Rdma } else { Transport::Tcp };
     let data = pattern(1, 4 * MIB + 777);
     let (len, tail) = (data.len() as u64, 2 * MIB + 777);
     for direction in [Direction::Load, Direction::Save] {
         let (mem, pool, bridge, _) = with_rdma(1 << 30).await;
-        let file = Ram::by(1, data.clone(), &pool, roads);
+        let file = Ram::by(1, data.clone(), &pool, transports);
         let tensor = device(&mem, &data);
         let all = [whole(&file, tensor)];
         let call = async |policy| match direction {
@@ -113,8 +117,15 @@ async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_cal
                 (turn, tail),
                 "{r}"
             );
-            assert_eq!((r.by_road[Road::Rdma], r.by_road[Road::Tcp]), (turn, tail), "{r}");
-            assert_eq!((r.moved(), r.ranges.iter().sum::<u64>(), r.by_road.sum()), (len, len, len));
+            assert_eq!(
+                (r.by_transport[Transport::Rdma], r.by_transport[Transport::Tcp]),
+                (turn, tail),
+                "{r}"
+            );
+            assert_eq!(
+                (r.moved(), r.ranges.iter().sum::<u64>(), r.by_transport.sum()),
+                (len, len, len)
+            );
             let now = mem.copied();
             assert_eq!(
                 now.load_pinned + now.save_pinned - before.load_pinned - before.save_pinned,
@@ -125,7 +136,7 @@ async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_cal
                 let want = (
                     Tier::BounceRdma,
                     Some(Tier::BounceTcp),
-                    &Unavailable::OtherTransport(Road::Tcp),
+                    &Unavailable::OtherTransport(Transport::Tcp),
                 );
                 assert_eq!((s.from, s.to, &s.why), want);
             }
@@ -139,7 +150,7 @@ async fn a_switch_of_roads_in_mid_run_is_counted_to_the_byte_and_ends_strict_cal
             );
             let (r, now) = (failed.report, mem.copied());
             assert!(r.by_tier[Tier::BounceRdma] > 0 && r.moved() < len, "{r}");
-            assert_eq!((r.moved(), r.by_road.sum()), (r.by_tier.sum(), r.ranges.iter().sum()));
+            assert_eq!((r.moved(), r.by_transport.sum()), (r.by_tier.sum(), r.ranges.iter().sum()));
             if direction == Direction::Load {
                 // No byte that came by another transport reached the device.
                 assert_eq!(r.by_tier[Tier::BounceTcp], 0, "{r}");
@@ -158,7 +169,7 @@ async fn rdma_into_memory_that_is_not_registered_is_not_called_straight() {
     // First only slots and no region of the pool are pinned; then slots and one of several regions.
     for pins in [6 * 256 * KIB, 6 * 256 * KIB + 4 * MIB] {
         let (mem, pool, bridge, _) = with_rdma(pins).await;
-        let file = Ram::by(1, pattern(1, 6 * MIB), &pool, |_| Road::Rdma);
+        let file = Ram::by(1, pattern(1, 6 * MIB), &pool, |_| Transport::Rdma);
         let tensor = device(&mem, &vec![0; 6 << 20]);
         let all = [whole(&file, tensor)];
         // These buffers use up the region that is registered already.
@@ -174,7 +185,7 @@ async fn rdma_into_memory_that_is_not_registered_is_not_called_straight() {
         assert!(
             r.staged > 0
                 && r.staged <= r.by_tier[Tier::BounceTcp]
-                && r.by_road[Road::Rdma] == r.asked,
+                && r.by_transport[Transport::Rdma] == r.asked,
             "{r}"
         );
         assert!(mem.peek(tensor, 6 * MIB).unwrap() == *file.bytes.lock());

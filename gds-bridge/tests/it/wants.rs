@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::ram::*;
-use strake_fabric::{Pool, REGION, Road};
+use strake_fabric::{Pool, REGION, Transport};
 use strake_fake_gpu::FakeGpu;
 use strake_gds::{
     Bridge, Checksums, Fault, Network, Options, Policy, Tier, Transfer, Unavailable, plan::Standing,
@@ -36,7 +36,7 @@ async fn with_rdma(pins: u64, pool: &Pool) -> (FakeGpu, Bridge) {
 async fn a_payload_outside_the_pools_regions_is_called_that() {
     let pool = Pool::new(REGION as u64);
     let (mem, bridge) = with_rdma(1 << 30, &pool).await;
-    let file = Ram::by(1, pattern(1, MIB), &pool, |_| Road::Rdma);
+    let file = Ram::by(1, pattern(1, MIB), &pool, |_| Transport::Rdma);
     let tensor = device(&mem, &vec![0; 1 << 20]);
     let all = [whole(&file, tensor)];
     assert!(bridge.load(&all, RDMA).await.unwrap().is_all(Tier::BounceRdma));
@@ -66,7 +66,7 @@ async fn a_payload_outside_the_pools_regions_is_called_that() {
 async fn bounce_rdma_is_not_lost_and_found_by_each_call_where_little_may_be_pinned() {
     let pool = Pool::new(64 << 20);
     let (mem, bridge) = with_rdma(6 * 256 * KIB + 4 * MIB, &pool).await;
-    let file = Ram::by(1, pattern(1, 6 * MIB), &pool, |_| Road::Rdma);
+    let file = Ram::by(1, pattern(1, 6 * MIB), &pool, |_| Transport::Rdma);
     let tensor = device(&mem, &vec![0; 6 << 20]);
     let all = [whole(&file, tensor)];
     assert!(matches!(bridge.standings()[Tier::BounceRdma], Standing::Available(_)));
@@ -79,7 +79,9 @@ async fn bounce_rdma_is_not_lost_and_found_by_each_call_where_little_may_be_pinn
     for _ in 0..3 {
         let r = bridge.load(&all, BOUNCED).await.unwrap();
         assert!(
-            r.is_all(Tier::BounceTcp) && r.switches.is_empty() && r.by_road[Road::Rdma] == 6 * MIB,
+            r.is_all(Tier::BounceTcp)
+                && r.switches.is_empty()
+                && r.by_transport[Transport::Rdma] == 6 * MIB,
             "{r}"
         );
         assert!(r.unavailable.iter().any(|(t, why)| *t == Tier::BounceRdma && rests(why)), "{r}");

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use strake_fabric::{Identity, Pool, Roads};
+use strake_fabric::{Identity, Pool, Transports};
 use strake_proto::{CapKey, Code, Error, Result};
 use strake_runtime::{Env, private};
 use strake_store::FjallStore;
@@ -56,7 +56,7 @@ pub fn start_on_disk(
         )?;
         let (store, set_aside) = open_state(&cfg, &sizes, &log.load().await?)?;
         Record { member: cfg.id, cluster, state: State::Complete }.write(&cfg.dir)?;
-        let fabric = Roads::new(
+        let fabric = Transports::new(
             env.clone(),
             Identity::server(&cluster_key),
             None,

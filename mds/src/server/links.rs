@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_road_that_leads_nowhere_is_not_tried_again_while_another_is_open() {
+    async fn a_transport_that_leads_nowhere_is_not_tried_again_while_another_is_open() {
         let tried = Arc::new(AtomicUsize::new(0));
         let links = Links::new(Arc::new(Nowhere(Pool::new(1 << 20), tried.clone())));
         let both = ["rdma:h:1", "tcp:h:1"].map(String::from).to_vec();

@@ -70,7 +70,7 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
         orphans: ns.backlog().orphans(STATUS_LIMIT).len() as u64,
         gc_queue: ns.backlog().gc_waiting(STATUS_LIMIT) as u64,
         notices,
-        roads: traffic::roads(member.links.fabric()),
+        transports: traffic::transports(member.links.fabric()),
         map: Some(map.map.clone()),
         locks: ns.locked_by(0),
         lock_waits: lead.as_ref().map_or(0, |l| l.lock_waiters.len() as u64),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
-use strake_fabric::{Identity, Roads};
+use strake_fabric::{Identity, Transports};
 use strake_proto::{CapKey, Code, Error, Result};
 use strake_runtime::Env;
 
@@ -51,8 +51,13 @@ pub fn start_on_disk_with(
         let pool = target_folders::pool_for(&cfg.listen)?;
         let (targets, refused) = target_folders::open_all(&cfg, &env, &pool).await?;
         let more = AddTargets::new(reread, pool.clone(), &cfg);
-        let fabric =
-            Roads::new(env.clone(), Identity::server(&cluster_key), None, pool, Default::default());
+        let fabric = Transports::new(
+            env.clone(),
+            Identity::server(&cluster_key),
+            None,
+            pool,
+            Default::default(),
+        );
         let cap_key = CapKey::from_cluster_key(&cluster_key);
         let at = cfg.admin;
         let parts = Parts { env: env.clone(), fabric: Arc::new(fabric), targets, cap_key };

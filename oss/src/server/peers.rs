@@ -124,8 +124,8 @@ impl Peers {
     }
 
     /// Traffic over each transport.
-    pub(super) fn roads(&self) -> Vec<pb::RoadStatus> {
-        traffic::roads(&*self.fabric)
+    pub(super) fn transports(&self) -> Vec<pb::TransportStatus> {
+        traffic::transports(&*self.fabric)
     }
 
     /// Nodes that recently did not answer, for the heartbeat. A node behind a cut link stays in the

@@ -29,7 +29,7 @@ pub(super) fn status(node: &Node) -> pb::StatusReply {
         map: Some(ctx.map.load().map.clone()),
         notices,
         targets: node.targets.all().iter().map(|t| status_of(t, lease_left_ms)).collect(),
-        roads: ctx.peers.roads(),
+        transports: ctx.peers.transports(),
         refused,
         ..pb::StatusReply::default()
     }

@@ -158,8 +158,12 @@ pub fn statfs(mount: &Path) -> Result<pb::StatfsReply, Failure> {
 }
 
 /// The transports by which the mount reaches the storage servers.
-pub fn roads(path: &Path) -> Result<pb::Roads, Failure> {
-    decoded(path, "strake.roads")?.ok_or_else(|| not_ours(path))
+pub fn transports(path: &Path) -> Result<pb::Transports, Failure> {
+    let found = match decoded(path, "strake.transports")? {
+        None => decoded(path, "strake.roads")?, // a mount of 0.1.0
+        found => found,
+    };
+    found.ok_or_else(|| not_ours(path))
 }
 
 /// Sets a directory's default layout, or the layout of a file that was never written.

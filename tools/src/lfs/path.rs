@@ -67,13 +67,13 @@ pub fn run(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
 struct Server {
     id: NodeId,
     name: String,
-    ways: Vec<pb::WayStatus>,
+    connections: Vec<pb::ConnectionStatus>,
 }
 
 struct Seen {
     servers: Vec<Server>,
     /// Traffic of the file itself; empty if the mount does not have it in use.
-    file: Vec<pb::FileRoad>,
+    file: Vec<pb::FileTransport>,
     /// Running sessions of the GPU bridge on this node that moved bytes of it.
     bridges: Vec<Bridge>,
 }
@@ -88,15 +88,15 @@ fn look(path: &Path) -> Result<Seen, Failure> {
     let real = path.canonicalize().map_err(failed)?;
     let meta = real.metadata().map_err(failed)?;
     let map = mount::map(&mount::mount_of(&real)?)?;
-    let roads = mount::roads(&real)?;
+    let transports = mount::transports(&real)?;
     let nodes = if meta.is_file() {
         holders(meta.ino(), &mount::layout(&real)?, &map)?
     } else {
         storage_servers(&map)
     };
-    let file = if meta.is_file() { roads.file.clone() } else { Vec::new() };
+    let file = if meta.is_file() { transports.file.clone() } else { Vec::new() };
     let bridges = if meta.is_file() { bridges(&map.map.fs_uuid, meta.ino()) } else { Vec::new() };
-    Ok(Seen { servers: servers(&nodes, &map, &roads), file, bridges })
+    Ok(Seen { servers: servers(&nodes, &map, &transports), file, bridges })
 }
 
 fn bridges(fs_uuid: &[u8], ino: u64) -> Vec<Bridge> {
@@ -118,28 +118,35 @@ fn storage_servers(map: &MapView) -> BTreeSet<NodeId> {
     map.map.nodes.iter().filter(|n| n.role != ROLE_MDS).map(|n| n.id).collect()
 }
 
-fn servers(nodes: &BTreeSet<NodeId>, map: &MapView, roads: &pb::Roads) -> Vec<Server> {
+fn servers(nodes: &BTreeSet<NodeId>, map: &MapView, transports: &pb::Transports) -> Vec<Server> {
     let server = |id: &NodeId| Server {
         id: *id,
         name: map.node(*id).map_or_else(|| id.to_string(), |n| n.name.clone()),
-        ways: roads.ways.iter().filter(|w| w.node == *id).cloned().collect(),
+        connections: transports.connections.iter().filter(|w| w.node == *id).cloned().collect(),
     };
     nodes.iter().map(server).collect()
 }
 
 /// The transport in an endpoint: the part before the colon.
-fn road(w: &pb::WayStatus) -> &str {
-    w.endpoint.split_once(':').map_or("", |(road, _)| road)
+fn transport(w: &pb::ConnectionStatus) -> &str {
+    w.endpoint.split_once(':').map_or("", |(transport, _)| transport)
 }
 
 fn text(servers: &[Server]) -> String {
-    let mut rows =
-        vec![["SERVER", "ROAD", "CONNECTED TO", "SENT", "RECEIVED"].map(String::from).to_vec()];
+    let mut rows = vec![
+        ["SERVER", "TRANSPORT", "CONNECTED TO", "SENT", "RECEIVED"].map(String::from).to_vec(),
+    ];
     for s in servers {
-        rows.extend(s.ways.iter().map(|w| {
-            vec![s.name.clone(), road(w).into(), w.endpoint.clone(), size(w.sent), size(w.received)]
+        rows.extend(s.connections.iter().map(|w| {
+            vec![
+                s.name.clone(),
+                transport(w).into(),
+                w.endpoint.clone(),
+                size(w.sent),
+                size(w.received),
+            ]
         }));
-        if s.ways.is_empty() {
+        if s.connections.is_empty() {
             rows.push(vec![s.name.clone(), "-".into(), "not connected".into()]);
         }
     }
@@ -147,17 +154,17 @@ fn text(servers: &[Server]) -> String {
 }
 
 fn as_json(servers: &[Server]) -> Value {
-    let way = |w: &pb::WayStatus| json!({ "road": road(w), "endpoint": w.endpoint, "sent": w.sent, "received": w.received });
+    let connection = |w: &pb::ConnectionStatus| json!({ "transport": transport(w), "endpoint": w.endpoint, "sent": w.sent, "received": w.received });
     let one = |s: &Server| {
-        let ways: Vec<Value> = s.ways.iter().map(way).collect();
-        json!({ "node": s.id, "name": s.name, "connections": ways })
+        let connections: Vec<Value> = s.connections.iter().map(connection).collect();
+        json!({ "node": s.id, "name": s.name, "connections": connections })
     };
     servers.iter().map(one).collect()
 }
 
 /// Bytes of the file by transport, and in total.
-fn file_text(file: &[pb::FileRoad]) -> String {
-    let moved: Vec<&pb::FileRoad> = file.iter().filter(|r| r.fetched + r.sent > 0).collect();
+fn file_text(file: &[pb::FileTransport]) -> String {
+    let moved: Vec<&pb::FileTransport> = file.iter().filter(|r| r.fetched + r.sent > 0).collect();
     if moved.is_empty() {
         return "no bytes of this file are counted: the mount counts them only while the file is \
                 in use\n"
@@ -165,18 +172,18 @@ fn file_text(file: &[pb::FileRoad]) -> String {
     }
     let mut rows = vec![["BYTES OF FILE BY", "FETCHED", "SENT"].map(String::from).to_vec()];
     rows.extend(
-        moved.iter().map(|r| vec![r.road.clone(), r.fetched.to_string(), r.sent.to_string()]),
+        moved.iter().map(|r| vec![r.transport.clone(), r.fetched.to_string(), r.sent.to_string()]),
     );
-    let sum = |of: fn(&pb::FileRoad) -> u64| file.iter().map(of).sum::<u64>().to_string();
+    let sum = |of: fn(&pb::FileTransport) -> u64| file.iter().map(of).sum::<u64>().to_string();
     rows.push(vec!["together".into(), sum(|r| r.fetched), sum(|r| r.sent)]);
     table(&rows)
 }
 
-fn file_json(file: &[pb::FileRoad]) -> Value {
-    let of = |of: fn(&pb::FileRoad) -> u64| {
-        let by_road: serde_json::Map<String, Value> =
-            file.iter().map(|r| (r.road.clone(), of(r).into())).collect();
-        json!({ "by_road": by_road, "together": file.iter().map(of).sum::<u64>() })
+fn file_json(file: &[pb::FileTransport]) -> Value {
+    let of = |of: fn(&pb::FileTransport) -> u64| {
+        let by_transport: serde_json::Map<String, Value> =
+            file.iter().map(|r| (r.transport.clone(), of(r).into())).collect();
+        json!({ "by_transport": by_transport, "together": file.iter().map(of).sum::<u64>() })
     };
     json!({ "fetched": of(|r| r.fetched), "sent": of(|r| r.sent) })
 }
@@ -274,38 +281,44 @@ mod tests {
             ..Default::default()
         };
         let layout = pb::Layout { components: vec![component], ..Default::default() };
-        let way = |endpoint: &str| pb::WayStatus {
+        let connection = |endpoint: &str| pb::ConnectionStatus {
             node: 5,
             endpoint: endpoint.into(),
             sent: 2048,
             received: 7,
         };
-        let roads =
-            pb::Roads { ways: vec![way("rdma:10.0.0.1:7"), way("tcp:h:8")], ..Default::default() };
+        let transports = pb::Transports {
+            connections: vec![connection("rdma:10.0.0.1:7"), connection("tcp:h:8")],
+            ..Default::default()
+        };
         let nodes = holders(9, &layout, &map).unwrap();
         assert_eq!(nodes, BTreeSet::from([5, 6]));
-        let found = servers(&nodes, &map, &roads);
+        let found = servers(&nodes, &map, &transports);
         assert_eq!(
             text(&found),
-            "SERVER  ROAD  CONNECTED TO     SENT     RECEIVED\n\
-             oss1    rdma  rdma:10.0.0.1:7  2.0 KiB  7 B\n\
-             oss1    tcp   tcp:h:8          2.0 KiB  7 B\n\
-             oss2    -     not connected\n"
+            "SERVER  TRANSPORT  CONNECTED TO     SENT     RECEIVED\n\
+             oss1    rdma       rdma:10.0.0.1:7  2.0 KiB  7 B\n\
+             oss1    tcp        tcp:h:8          2.0 KiB  7 B\n\
+             oss2    -          not connected\n"
         );
         let json = as_json(&found);
-        assert_eq!(json[0]["connections"][0]["road"], "rdma");
+        assert_eq!(json[0]["connections"][0]["transport"], "rdma");
         assert_eq!(json[1]["connections"], json!([]));
         assert_eq!(storage_servers(&map).len(), 3);
     }
 
     #[test]
-    fn bytes_of_a_file_by_road_add_up() {
-        let road = |road: &str, fetched, sent| pb::FileRoad { road: road.into(), fetched, sent };
+    fn bytes_of_a_file_by_transport_add_up() {
+        let transport = |transport: &str, fetched, sent| pb::FileTransport {
+            transport: transport.into(),
+            fetched,
+            sent,
+        };
         let file = [
-            road("local", 0, 0),
-            road("tcp", 10, 4096),
-            road("rdma-stream", 0, 0),
-            road("rdma", 1 << 20, 5),
+            transport("local", 0, 0),
+            transport("tcp", 10, 4096),
+            transport("rdma-stream", 0, 0),
+            transport("rdma", 1 << 20, 5),
         ];
         assert_eq!(
             file_text(&file),
@@ -315,7 +328,7 @@ mod tests {
              together          1048586  4101\n"
         );
         let json = file_json(&file);
-        assert_eq!(json["fetched"]["by_road"]["rdma"], 1 << 20);
+        assert_eq!(json["fetched"]["by_transport"]["rdma"], 1 << 20);
         assert_eq!(
             (&json["fetched"]["together"], &json["sent"]["together"]),
             (&1_048_586.into(), &4101.into())

@@ -8,7 +8,7 @@ use std::{
 
 use clap::Args;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Fabric, Identity, Message, Pool, Roads};
+use strake_fabric::{Endpoint, Fabric, Identity, Message, Pool, Transports};
 use strake_links::LeaderFinder;
 use strake_proto::{Code, Error, Result, map::MapView, opcode, pb};
 use strake_runtime::Env;
@@ -47,7 +47,7 @@ pub(crate) const UNFINISHED: u8 = 2;
 
 /// The connection to the group's leader.
 pub(crate) struct Group {
-    fabric: Roads,
+    fabric: Transports,
     pub(super) finder: LeaderFinder,
     pub(super) deadline: Instant,
     progress: Progress,
@@ -90,7 +90,7 @@ impl Group {
     pub fn new(reach: &Reach) -> Result<Group> {
         let (mds, key) = reach.servers_and_key()?;
         let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
-        let fabric = Roads::new(
+        let fabric = Transports::new(
             Env::system(),
             Identity::server(&key),
             None,

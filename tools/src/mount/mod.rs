@@ -22,7 +22,7 @@ use options::{FabricKey, FollowerKey, LONGEST, Options, TransportKey};
 use serde::Deserialize;
 use source::Source;
 use strake_client::{Client, FOREVER};
-use strake_fabric::{Endpoint, Fabric, Identity, Pool, Roads, Use, rdma};
+use strake_fabric::{Endpoint, Fabric, Identity, Pool, Transports, Use, rdma};
 use strake_fuse::{
     MountConfig, Transport,
     supervisor::control::Asker,
@@ -458,7 +458,7 @@ fn client_config(mds: &[String]) -> Result<strake_client::Config> {
 async fn connect_with(
     config: strake_client::Config,
     client_key: ClientKey,
-    roads: Use,
+    transports: Use,
     all: bool,
 ) -> Result<Client> {
     let env = Env::system();
@@ -470,15 +470,15 @@ async fn connect_with(
     {
         pool = Pool::new(wanted);
     }
-    let pool = roads.pool(pool)?;
+    let pool = transports.pool(pool)?;
     let fabric =
-        Roads::new(env.clone(), Identity::client(client_key), None, pool, Default::default())
-            .only(roads);
+        Transports::new(env.clone(), Identity::client(client_key), None, pool, Default::default())
+            .only(transports);
     let client = Client::connect(config, env, Arc::new(fabric.clone())).await?;
     let map = client.servers().map();
     for n in map.map.nodes.iter().filter(|n| n.role != ROLE_MDS) {
         match fabric
-            .ways(&n.endpoints)
+            .routes(&n.endpoints)
             .map_err(|e| e.context(format!("storage server '{}'", n.name)))
         {
             Ok(_) => {}

@@ -21,7 +21,7 @@ use crate::common::{ok, strake, text, up};
 use bytes::Bytes;
 use prost::Message as _;
 use serde_json::Value;
-use strake_fabric::{Buf, Fabric, Identity, Message, Pool, Roads};
+use strake_fabric::{Buf, Fabric, Identity, Message, Pool, Transports};
 use strake_proto::{
     ChunkId, Code,
     checksum::block_sums,
@@ -82,7 +82,7 @@ impl Small {
         let config: toml::Value = toml::from_str(&config).unwrap();
         let mds = config["mds"]["listen"].as_str().unwrap().parse().unwrap();
         let key = keyfile::read(&self.dir().join("cluster.key")).unwrap();
-        let fabric = Roads::new(
+        let fabric = Transports::new(
             Env::system(),
             Identity::server(&key),
             None,

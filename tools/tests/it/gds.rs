@@ -12,7 +12,7 @@ use std::{
 use crate::common::{ok, refused, strake, text};
 use serde_json::Value;
 use strake_client::{Client, Config, Creds, File};
-use strake_fabric::{Identity, Pool, Road, TcpFabric};
+use strake_fabric::{Identity, Pool, TcpFabric, Transport};
 use strake_fake_gpu::FakeGpu;
 use strake_gds::{Bridge, GpuMem, Options, Policy, Tier, Transfer};
 use strake_proto::{Code, layout::splitmix64};
@@ -263,7 +263,10 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
             .await
             .unwrap();
         let r = bridge.save(&[range(&f, 0, tensor, len)], BOUNCE).await.unwrap();
-        assert!(r.is_all(Tier::BounceTcp) && r.staged == 0 && r.by_road[Road::Tcp] == len, "{r}");
+        assert!(
+            r.is_all(Tier::BounceTcp) && r.staged == 0 && r.by_transport[Transport::Tcp] == len,
+            "{r}"
+        );
         f.fsync().await.unwrap();
 
         // Read through the other client, past its cache: bytes from the socket arrive directly in
@@ -282,9 +285,13 @@ fn bytes_go_to_a_cluster_and_come_back_over_tcp() {
             .await;
         let r = r.unwrap();
         assert!(r.is_all(Tier::BounceTcp), "{r}");
-        assert_eq!((r.staged, r.by_road[Road::Tcp]), (0, len), "no byte was copied once more: {r}");
-        let of_file = b.servers().file_roads(f.ino()).file;
-        let tcp = of_file.iter().find(|r| r.road == "tcp").unwrap();
+        assert_eq!(
+            (r.staged, r.by_transport[Transport::Tcp]),
+            (0, len),
+            "no byte was copied once more: {r}"
+        );
+        let of_file = b.servers().file_transports(f.ino()).file;
+        let tcp = of_file.iter().find(|r| r.transport == "tcp").unwrap();
         assert_eq!((tcp.fetched, of_file.iter().map(|r| r.fetched).sum::<u64>()), (len, len));
         assert!(bridge.pinned_buffers() > 0);
         assert_eq!(mem.copied().load_pinned - before.load_pinned, len);
@@ -344,8 +351,8 @@ fn the_benchmark_measures_on_a_cluster_and_a_strict_run_is_refused() {
     for (i, row) in v["rows"].as_array().unwrap().iter().enumerate() {
         assert_eq!(row["threads"], i + 1);
         assert_eq!(row["loaded"]["by_tier"]["pageable"], 8 << 20);
-        assert_eq!(row["loaded"]["by_road"]["tcp"], 8 << 20, "{row}");
-        assert_eq!(row["saved"]["by_road"]["tcp"], 8 << 20, "{row}");
+        assert_eq!(row["loaded"]["by_transport"]["tcp"], 8 << 20, "{row}");
+        assert_eq!(row["saved"]["by_transport"]["tcp"], 8 << 20, "{row}");
         assert!(row["of_ceiling"]["load"].as_f64().unwrap() > 0.0);
     }
     // A policy that cannot be met here, with `--strict`: bench says so and exits with 1.

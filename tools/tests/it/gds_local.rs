@@ -187,7 +187,7 @@ fn sealed_files_are_staged_read_from_their_copies_and_removed() {
     let r = s.load(&all, LOCAL).unwrap();
     assert!(
         r.is_all(Tier::LocalGds)
-            && r.by_road.sum() == r.asked
+            && r.by_transport.sum() == r.asked
             && r.checksum == Some(Checksum::AtOssOnly),
         "{r}"
     );

@@ -147,7 +147,7 @@ fn what_a_cluster_was_made_with_holds_and_status_tells_by_its_exit() {
 }
 
 #[test]
-fn status_and_lfs_path_tell_the_road_of_each_connection_and_the_bytes_that_took_it() {
+fn status_and_lfs_path_tell_the_transport_of_each_connection_and_the_bytes_that_took_it() {
     if !Path::new("/dev/fuse").exists() {
         println!("skipped: /dev/fuse is missing");
         return;
@@ -163,13 +163,16 @@ fn status_and_lfs_path_tell_the_road_of_each_connection_and_the_bytes_that_took_
     let servers = || {
         let status = json(&["status", "--json", "--dir"], &c.dir);
         let of = |s: &serde_json::Value| {
-            let roads: Vec<_> = s["roads"].as_array().unwrap().clone();
+            let transports: Vec<_> = s["transports"].as_array().unwrap().clone();
             assert!(
-                roads.iter().all(|r| r["road"] == "tcp"
+                transports.iter().all(|r| r["transport"] == "tcp"
                     || (&r["sent"], &r["received"]) == (&0.into(), &0.into())),
                 "{s:#}"
             );
-            let tcp = roads.iter().find(|r| r["road"] == "tcp").unwrap_or_else(|| panic!("{s:#}"));
+            let tcp = transports
+                .iter()
+                .find(|r| r["transport"] == "tcp")
+                .unwrap_or_else(|| panic!("{s:#}"));
             let n = |key: &str| tcp[key].as_u64().unwrap();
             (s["name"].as_str().unwrap().to_string(), (n("connections"), n("sent"), n("received")))
         };
@@ -202,15 +205,19 @@ fn status_and_lfs_path_tell_the_road_of_each_connection_and_the_bytes_that_took_
         (Some(1), &"oss1".into()),
         "{path:#}"
     );
-    let ways = server["connections"].as_array().unwrap();
-    assert!(!ways.is_empty() && ways.len() as u64 <= after["oss1"].0, "{path:#} {after:?}");
-    for w in ways {
+    let connections = server["connections"].as_array().unwrap();
+    assert!(
+        !connections.is_empty() && connections.len() as u64 <= after["oss1"].0,
+        "{path:#} {after:?}"
+    );
+    for w in connections {
         assert!(
-            w["road"] == "tcp" && w["endpoint"].as_str().is_some_and(|e| e.starts_with("tcp:")),
+            w["transport"] == "tcp"
+                && w["endpoint"].as_str().is_some_and(|e| e.starts_with("tcp:")),
             "{w:#}"
         );
     }
-    let sum: u64 = ways.iter().map(|w| w["sent"].as_u64().unwrap()).sum();
+    let sum: u64 = connections.iter().map(|w| w["sent"].as_u64().unwrap()).sum();
     assert!((3 * MIB..=servers()["oss1"].2).contains(&sum), "{path:#} {after:?}");
 }
 

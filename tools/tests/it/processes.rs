@@ -224,7 +224,7 @@ impl Drop for Server {
 }
 
 #[test]
-fn a_storage_server_that_no_road_leads_to_holds_up_only_what_is_on_it() {
+fn a_storage_server_that_no_transport_leads_to_holds_up_only_what_is_on_it() {
     if !can_mount() {
         return;
     }

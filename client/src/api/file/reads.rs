@@ -231,7 +231,7 @@ impl Expected<'_> {
         let Some(id) = self.id.take() else { return };
         // Small ones are copied: long-lived small buffers would leave the pool no contiguous space
         // for large ones.
-        let small = buffers::total(bufs) < SMALL && buffers::road(bufs).is_some();
+        let small = buffers::total(bufs) < SMALL && buffers::transport(bufs).is_some();
         let kept = if small { vec![buffers::detached(bufs)] } else { bufs.to_vec() };
         self.core.cache.lock().arrived(id, Some(kept), Instant::now());
     }

@@ -13,8 +13,8 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_client::Config;
 use strake_fabric::{
-    Buf, Connection, Endpoint, Fabric, Foreign, Lend, Listener, Message, Peer, Pool, Road, Role,
-    Service,
+    Buf, Connection, Endpoint, Fabric, Foreign, Lend, Listener, Message, Peer, Pool, Role, Service,
+    Transport,
 };
 use strake_proto::{Code, Error, Result};
 use strake_runtime::{Clock, Env};
@@ -29,7 +29,7 @@ pub struct Net {
     /// How many requests to a node lose their reply: they run, and the connection breaks.
     lose: Mutex<BTreeMap<u32, u32>>,
     /// What the transport to a node reports about payloads. A node that is not listed has none.
-    roads: Mutex<BTreeMap<u32, Road>>,
+    transports: Mutex<BTreeMap<u32, Transport>>,
     /// How many answers written into foreign memory get one byte changed there.
     damaged: AtomicU64,
     /// Answers come with their frames, even where the caller lent memory for them.
@@ -72,9 +72,9 @@ impl Net {
     pub fn lose_replies(&self, node: u32, n: u32) {
         self.lose.lock().insert(node, n);
     }
-    /// From now on the transport to this node reports `road` for payloads from and to it.
-    pub fn set_road(&self, node: u32, road: Road) {
-        self.roads.lock().insert(node, road);
+    /// From now on the transport to this node reports `transport` for payloads from and to it.
+    pub fn set_transport(&self, node: u32, transport: Transport) {
+        self.transports.lock().insert(node, transport);
     }
     /// Changes a byte in foreign memory after each of the next `n` answers is written there.
     pub fn damage(&self, n: u64) {
@@ -110,19 +110,19 @@ impl Net {
         }
         m
     }
-    fn road(&self, node: u32) -> Road {
-        self.roads.lock().get(&node).copied().unwrap_or_default()
+    fn transport(&self, node: u32) -> Transport {
+        self.transports.lock().get(&node).copied().unwrap_or_default()
     }
     /// The answer with its payload marked as the node's transport would mark it.
     fn marked(&self, node: u32, m: Message) -> Message {
-        let road = self.road(node);
+        let transport = self.transport(node);
         let mark = |b: &Buf| {
             let mut to = self.pool.get_now(b.len());
             to.copy_from_slice(b);
-            to.came_by(road);
+            to.came_by(transport);
             to.freeze()
         };
-        Message { went: road, payload: m.payload.iter().map(mark).collect(), ..m }
+        Message { went: transport, payload: m.payload.iter().map(mark).collect(), ..m }
     }
     fn is_down(&self, node: u32) -> bool {
         self.down.lock().contains(&node)
@@ -165,9 +165,9 @@ impl Fabric for MemFabric {
     fn pool(&self) -> &Pool {
         &self.0.pool
     }
-    fn ways(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
+    fn routes(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
         let way = |e: &String| match e.parse() {
-            Ok(Endpoint::Sim(n)) if self.0.road(n) == Road::Rdma => {
+            Ok(Endpoint::Sim(n)) if self.0.transport(n) == Transport::Rdma => {
                 Some(Endpoint::Rdma("sim".into(), n as u16))
             }
             e => e.ok(),
@@ -242,7 +242,7 @@ impl Connection for MemConn {
         self.broken.load(SeqCst)
     }
     fn lends(&self) -> bool {
-        self.net.road(self.node) == Road::Rdma
+        self.net.transport(self.node) == Transport::Rdma
     }
     fn addr(&self) -> String {
         format!("sim:{}", self.node)

@@ -11,7 +11,7 @@ use std::sync::{
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use strake_client::Arrived;
-use strake_fabric::{Buf, BufMut, ByRoad, Foreign, Pool, Road};
+use strake_fabric::{Buf, BufMut, ByTransport, Foreign, Pool, Transport};
 use strake_fake_gpu::FakeGpu;
 use strake_gds::{Bridge, FileIo, GpuMem, Network, Options, Policy, Transfer, not_direct};
 use strake_proto::{Result, layout::splitmix64};
@@ -34,7 +34,7 @@ pub struct Ram {
     /// Called before each read and write with the number of the call.
     hook: Hook,
     /// The transport that the bytes at an offset use.
-    roads: Box<dyn Fn(u64) -> Road + Send + Sync>,
+    transports: Box<dyn Fn(u64) -> Transport + Send + Sync>,
 }
 
 impl Ram {
@@ -55,16 +55,16 @@ impl Ram {
             pool,
             calls: AtomicU64::new(0),
             hook: Box::new(hook),
-            roads: Box::new(|_| Road::Tcp),
+            transports: Box::new(|_| Transport::Tcp),
         })
     }
 
-    /// As [`Ram::new`]; `roads` gives the reported transport of the bytes at an offset.
+    /// As [`Ram::new`]; `transports` gives the reported transport of the bytes at an offset.
     pub fn by(
         id: u64,
         bytes: Vec<u8>,
         pool: &Pool,
-        roads: impl Fn(u64) -> Road + Send + Sync + 'static,
+        transports: impl Fn(u64) -> Transport + Send + Sync + 'static,
     ) -> Arc<Ram> {
         let (bytes, pool) = (Mutex::new(bytes), pool.clone());
         Arc::new(Ram {
@@ -73,7 +73,7 @@ impl Ram {
             pool,
             calls: AtomicU64::new(0),
             hook: Box::new(|_| Ok(())),
-            roads: Box::new(roads),
+            transports: Box::new(transports),
         })
     }
 }
@@ -92,18 +92,18 @@ impl FileIo for Ram {
         let all = self.bytes.lock();
         let (start, end) =
             ((offset as usize).min(all.len()), (offset as usize + len).min(all.len()));
-        let road = (self.roads)(offset);
-        let cut = if road == Road::Rdma { end - start } else { (end - start) / 3 * 2 };
+        let transport = (self.transports)(offset);
+        let cut = if transport == Transport::Rdma { end - start } else { (end - start) / 3 * 2 };
         let (first, last) = all[start..end].split_at(cut);
         let (mut b, mut rest) = (self.pool.get_now(first.len()), BufMut::unpooled(last.len()));
         b.copy_from_slice(first);
         rest.copy_from_slice(last);
-        b.came_by(road);
-        rest.came_by(road);
+        b.came_by(transport);
+        rest.came_by(transport);
         Ok(vec![b.freeze(), rest.freeze()])
     }
 
-    async fn write(&self, offset: u64, data: Buf) -> Result<ByRoad> {
+    async fn write(&self, offset: u64, data: Buf) -> Result<ByTransport> {
         (self.hook)(self.calls.fetch_add(1, SeqCst))?;
         tokio::task::yield_now().await;
         let (mut all, at) = (self.bytes.lock(), offset as usize);
@@ -112,7 +112,7 @@ impl FileIo for Ram {
             all.resize(end, 0);
         }
         all[at..end].copy_from_slice(&data);
-        Ok(ByRoad::of((self.roads)(offset), data.len() as u64))
+        Ok(ByTransport::of((self.transports)(offset), data.len() as u64))
     }
 
     async fn read_direct(&self, _: u64, _: &Foreign) -> Result<Vec<Arrived>> {

@@ -42,7 +42,7 @@ impl Use {
 /// TCP for `tcp:` endpoints and RDMA for `rdma:` ones, with one pool. Neither replaces the other:
 /// where a machine has no RDMA, using an `rdma:` endpoint is an error that says what is missing.
 #[derive(Clone)]
-pub struct Roads {
+pub struct Transports {
     choice: Use,
     tcp: TcpFabric,
     /// Made on first use, if possible.
@@ -52,7 +52,7 @@ pub struct Roads {
     said: Arc<Once>,
 }
 
-impl Roads {
+impl Transports {
     /// As [`TcpFabric::new`].
     pub fn new(
         env: Env,
@@ -60,7 +60,7 @@ impl Roads {
         cluster_uuid: Option<[u8; 16]>,
         pool: Pool,
         options: Options,
-    ) -> Roads {
+    ) -> Transports {
         let tcp = TcpFabric::new(
             env.clone(),
             identity.clone(),
@@ -77,7 +77,7 @@ impl Roads {
                 options.clone(),
             )
         });
-        Roads {
+        Transports {
             choice: Use::Best,
             tcp,
             rdma: Arc::default(),
@@ -88,7 +88,7 @@ impl Roads {
 
     /// Limits the transports that are used to reach servers that have several.
     #[must_use]
-    pub fn only(mut self, choice: Use) -> Roads {
+    pub fn only(mut self, choice: Use) -> Transports {
         self.choice = choice;
         self
     }
@@ -101,7 +101,7 @@ impl Roads {
         Ok(self.rdma.get_or_init(|| made))
     }
 
-    fn road(&self, at: &Endpoint) -> Result<&dyn Fabric> {
+    fn transport(&self, at: &Endpoint) -> Result<&dyn Fabric> {
         match at {
             Endpoint::Rdma(..) => match self.rdma() {
                 Ok(f) => Ok(f),
@@ -118,34 +118,34 @@ impl Roads {
 }
 
 #[async_trait]
-impl Fabric for Roads {
+impl Fabric for Transports {
     async fn connect(
         &self,
         to: &Endpoint,
         back: Option<Arc<dyn Service>>,
     ) -> Result<Arc<dyn Connection>> {
-        self.road(to)?.connect(to, back).await
+        self.transport(to)?.connect(to, back).await
     }
 
     async fn connect_as_client(&self, to: &Endpoint) -> Result<Arc<dyn Connection>> {
-        self.road(to)?.connect_as_client(to).await
+        self.transport(to)?.connect_as_client(to).await
     }
 
     async fn listen(&self, at: &Endpoint, service: Arc<dyn Service>) -> Result<Listener> {
-        self.road(at)?.listen(at, service).await
+        self.transport(at)?.listen(at, service).await
     }
 
     fn pool(&self) -> &Pool {
         self.tcp.pool()
     }
 
-    fn ways(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
+    fn routes(&self, endpoints: &[String]) -> Result<Vec<Endpoint>> {
         let all = endpoints.iter().filter_map(|e| e.parse().ok());
         let (rdma, mut others): (Vec<Endpoint>, Vec<_>) =
             all.partition(|e| matches!(e, Endpoint::Rdma(..)));
-        let lacks = |road: &str, asked: &str| {
+        let lacks = |transport: &str, asked: &str| {
             let m = format!(
-                "the server has no {road} endpoint, only {}, and {asked} was asked for",
+                "the server has no {transport} endpoint, only {}, and {asked} was asked for",
                 endpoints.join(" and ")
             );
             Err(Error::new(Code::OpNotSupp, m))
@@ -172,8 +172,9 @@ impl Fabric for Roads {
         }
     }
 
-    fn roads(&self) -> Vec<(&'static str, Traffic)> {
-        [self.tcp.roads(), self.rdma.get().map(Fabric::roads).unwrap_or_default()].concat()
+    fn transports(&self) -> Vec<(&'static str, Traffic)> {
+        [self.tcp.transports(), self.rdma.get().map(Fabric::transports).unwrap_or_default()]
+            .concat()
     }
 }
 
@@ -182,8 +183,8 @@ mod tests {
     use super::*;
     use crate::conformance::TestService;
 
-    fn roads() -> Roads {
-        Roads::new(
+    fn transports() -> Transports {
+        Transports::new(
             Env::system(),
             Identity::server(&[1; 32]),
             None,
@@ -193,66 +194,69 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_endpoint_is_never_reached_by_another_road() {
-        let roads = roads();
+    async fn an_endpoint_is_never_reached_by_another_transport() {
+        let transports = transports();
         let service = Arc::new(TestService::default());
         let guard =
-            roads.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service.clone()).await.unwrap();
-        assert!(roads.connect(guard.endpoint(), None).await.is_ok());
+            transports.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service.clone()).await.unwrap();
+        assert!(transports.connect(guard.endpoint(), None).await.is_ok());
         let Endpoint::Tcp(host, port) = guard.endpoint().clone() else { unreachable!() };
         let rdma = Endpoint::Rdma(host, port);
-        let e = roads.connect(&rdma, None).await.err().unwrap();
+        let e = transports.connect(&rdma, None).await.err().unwrap();
         match crate::rdma::probe() {
             Ok(_) => println!("skipped: this machine has RDMA"),
             Err(why) => {
                 assert!(e.code == why.code && e.message.ends_with(&why.message), "{e}");
-                assert!(roads.listen(&rdma, service).await.is_err());
+                assert!(transports.listen(&rdma, service).await.is_err());
             }
         }
     }
 
     #[test]
-    fn the_best_road_that_both_ends_have_is_taken_and_no_other_than_asked_for() {
+    fn the_best_transport_that_both_ends_have_is_taken_and_no_other_than_asked_for() {
         let (tcp, rdma) = ("tcp:10.0.0.1:1".to_string(), "rdma:10.0.0.1:2".to_string());
         let both = [tcp.clone(), rdma.clone()];
         let said = |r: Result<Vec<Endpoint>>| {
             r.map(|v| v.iter().map(Endpoint::to_string).collect::<Vec<_>>())
         };
-        let ways = |choice, e: &[String]| said(roads().only(choice).ways(e));
-        assert_eq!(ways(Use::Tcp, &both).unwrap(), [tcp.as_str()]);
-        assert_eq!(ways(Use::Best, std::slice::from_ref(&tcp)).unwrap(), [tcp.as_str()]);
-        assert_eq!(ways(Use::Best, &["nonsense".into(), tcp.clone()]).unwrap(), [tcp.as_str()]);
+        let routes = |choice, e: &[String]| said(transports().only(choice).routes(e));
+        assert_eq!(routes(Use::Tcp, &both).unwrap(), [tcp.as_str()]);
+        assert_eq!(routes(Use::Best, std::slice::from_ref(&tcp)).unwrap(), [tcp.as_str()]);
+        assert_eq!(routes(Use::Best, &["nonsense".into(), tcp.clone()]).unwrap(), [tcp.as_str()]);
         for (choice, only) in [(Use::Tcp, &rdma), (Use::Rdma, &tcp)] {
-            let e = ways(choice, std::slice::from_ref(only)).unwrap_err();
+            let e = routes(choice, std::slice::from_ref(only)).unwrap_err();
             assert!(e.code == Code::OpNotSupp && e.message.contains(only.as_str()), "{e}");
         }
         match crate::rdma::probe() {
             Ok(_) => {
-                assert_eq!(ways(Use::Rdma, &both).unwrap(), [rdma.as_str()]);
-                assert_eq!(ways(Use::Best, &both).unwrap(), [rdma.as_str(), tcp.as_str()]);
+                assert_eq!(routes(Use::Rdma, &both).unwrap(), [rdma.as_str()]);
+                assert_eq!(routes(Use::Best, &both).unwrap(), [rdma.as_str(), tcp.as_str()]);
             }
             Err(why) => {
-                assert_eq!(ways(Use::Best, &both).unwrap(), [tcp.as_str()]);
+                assert_eq!(routes(Use::Best, &both).unwrap(), [tcp.as_str()]);
                 for (choice, e) in [(Use::Rdma, &both[..]), (Use::Best, &both[1..])] {
-                    assert_eq!(ways(choice, e).unwrap_err().message, why.message);
+                    assert_eq!(routes(choice, e).unwrap_err().message, why.message);
                 }
             }
         }
     }
 
     #[tokio::test]
-    async fn bytes_are_counted_by_road_and_connection() {
-        let (near, far) = (roads(), roads());
+    async fn bytes_are_counted_by_transport_and_connection() {
+        let (near, far) = (transports(), transports());
         let service = Arc::new(TestService::default());
         let guard = far.listen(&"tcp:127.0.0.1:0".parse().unwrap(), service.clone()).await.unwrap();
         let conn = near.connect(guard.endpoint(), None).await.unwrap();
         let payload = crate::conformance::pattern(100_000, 1);
         let m = crate::Message::new(strake_proto::opcode::ECHO, "").with_payload(vec![payload]);
         let got = conn.call(m, std::time::Duration::from_secs(10)).await.unwrap();
-        assert_eq!((got.went, got.payload[0].road()), (crate::Road::Tcp, crate::Road::Tcp));
+        assert_eq!(
+            (got.went, got.payload[0].transport()),
+            (crate::Transport::Tcp, crate::Transport::Tcp)
+        );
         let of = conn.traffic();
         assert!(of.sent > 100_000 && of.received > 100_000 && of.sent < 101_000, "{of:?}");
-        let total = |f: &Roads| f.roads()[0];
+        let total = |f: &Transports| f.transports()[0];
         assert!(
             total(&near).0 == "tcp"
                 && total(&near).1.connections == 1
