@@ -18,7 +18,7 @@ use tokio::{sync::Notify, sync::Semaphore, task::spawn_blocking, time::Instant};
 use super::{
     channel::Channel,
     notify,
-    pages::{PAGE, Pages, Span, Step, Verdict, span},
+    pages::{Giving, PAGE, Pages, Span, Step, Verdict, span},
 };
 
 /// How long a page-in is held that may block the notice that it waits for. The time grows fourfold
@@ -113,19 +113,34 @@ impl Mapped {
     /// Makes the kernel give back all pages that were handed out. Continues if the caller goes
     /// away.
     pub async fn give_back(self: &Arc<Self>, node: u64) {
-        let Some(first) = self.pages.lock().give_back(node) else { return };
+        let mut giving = self.pages.lock().give_back(node);
         let mapped = self.clone();
-        let giving = async move {
-            let mut given = Some(first);
-            while let Some((began, spans)) = given {
-                for pages in &spans {
-                    mapped.take_out(node, pages).await;
+        let all = async move {
+            loop {
+                let mut news = std::pin::pin!(mapped.news.notified());
+                news.as_mut().enable();
+                match giving {
+                    Giving::Done => return,
+                    // It hands out pages at once as long as it lasts.
+                    Giving::Others => news.await,
+                    Giving::Round(began, spans) => mapped.rounds(node, began, spans).await,
                 }
-                given = mapped.pages.lock().given_back(node, began);
-                mapped.news.notify_waiters();
+                giving = mapped.pages.lock().give_back(node);
             }
         };
-        let _ = tokio::spawn(giving).await;
+        let _ = tokio::spawn(all).await;
+    }
+
+    /// Makes the kernel give back these pages, and those that it gets meanwhile.
+    async fn rounds(&self, node: u64, began: u64, spans: Vec<Span>) {
+        let mut next = Some((began, spans));
+        while let Some((began, spans)) = next {
+            for pages in &spans {
+                self.take_out(node, pages).await;
+            }
+            next = self.pages.lock().given_back(node, began);
+            self.news.notify_waiters();
+        }
     }
 
     /// Makes the kernel write these pages back and drop them. The kernel waits for page-ins in

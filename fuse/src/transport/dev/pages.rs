@@ -195,6 +195,17 @@ pub enum Step {
     Apply,
 }
 
+/// What is left to do until all pages are given back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Giving {
+    /// Nothing: no page is out, and none is handed out at once.
+    Done,
+    /// Ask again when another give-back is over.
+    Others,
+    /// The kernel must give back these pages; then call [`Pages::given_back`] with this number.
+    Round(Event, Vec<Span>),
+}
+
 impl File {
     fn is_idle(&self) -> bool {
         self.out.0.is_empty()
@@ -431,12 +442,12 @@ impl Pages {
 
     // --- other nodes ---
 
-    /// All pages must be given back. Returns their spans, and the number for [`Pages::given_back`].
-    /// Page-ins that the metadata servers have not answered are left out: the kernel has none of
-    /// their pages, and those servers may wait for the client that waits for this.
-    pub fn give_back(&mut self, node: u64) -> Option<(Event, Vec<Span>)> {
+    /// All pages must be given back. Page-ins that the metadata servers have not answered are left
+    /// out: the kernel has none of their pages, and those servers may wait for the client that waits
+    /// for this.
+    pub fn give_back(&mut self, node: u64) -> Giving {
         let now = self.next();
-        let file = self.files.get_mut(&node)?;
+        let Some(file) = self.files.get_mut(&node) else { return Giving::Done };
         let mut out = if file.unknown {
             Spans(BTreeMap::from([(0, u64::MAX.div_ceil(PAGE))]))
         } else {
@@ -445,11 +456,15 @@ impl Pages {
         let comes = file.page_ins.values().filter(|p| p.asked || p.at_once);
         comes.for_each(|p| out.add(&p.span));
         file.leave_out_asking(&mut out);
-        file.give(now, out, 0)
+        match file.give(now, out, 0) {
+            Some((began, spans)) => Giving::Round(began, spans),
+            None if file.given.is_empty() => Giving::Done,
+            None => Giving::Others,
+        }
     }
 
     /// The kernel has given these pages back. Returns pages that were handed out meanwhile and must
-    /// be given back, too, as [`Pages::give_back`] does.
+    /// be given back, too, and the number of that round.
     pub fn given_back(&mut self, node: u64, began: Event) -> Option<(Event, Vec<Span>)> {
         let now = self.next();
         let file = self.files.get_mut(&node)?;
@@ -486,9 +501,9 @@ impl Pages {
 
     /// Whether any page of a file is out, or may be.
     pub fn has_out(&self, node: u64) -> bool {
-        self.files
-            .get(&node)
-            .is_some_and(|f| f.unknown || !f.out.0.is_empty() || !f.page_ins.is_empty())
+        self.files.get(&node).is_some_and(|f| {
+            f.unknown || !f.out.0.is_empty() || !f.page_ins.is_empty() || !f.given.is_empty()
+        })
     }
 
     /// Whether anything is known of a file.
