@@ -108,7 +108,7 @@ async fn is_closed(s: &mut TcpStream) -> bool {
 
 #[tokio::test]
 async fn silent_strangers_make_place_for_who_shakes_hands() {
-    let options = Options { max_half_open: 8, handshake_timeout: LONG, ..Options::default() };
+    let options = Options { max_half_open: 16, handshake_timeout: LONG, ..Options::default() };
     let (_f, guard) = serve(16 << 20, options).await;
     let client = fabric(
         client_identity(),
@@ -117,7 +117,7 @@ async fn silent_strangers_make_place_for_who_shakes_hands() {
     );
     let there = client.connect(guard.endpoint(), None).await.unwrap();
     let mut mute = Vec::new();
-    for _ in 0..24 {
+    for _ in 0..40 {
         mute.push(begun(guard.endpoint()).await);
     }
     let began = Instant::now();

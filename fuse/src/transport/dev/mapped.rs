@@ -18,7 +18,7 @@ use tokio::{sync::Notify, sync::Semaphore, task::spawn_blocking, time::Instant};
 use super::{
     channel::Channel,
     notify,
-    pages::{Giving, PAGE, Pages, Span, Step, Verdict, span},
+    pages::{PAGE, Pages, Span, Step, Verdict, span},
 };
 
 /// How long a page-in is held that may block the notice that it waits for. The time grows fourfold
@@ -113,19 +113,20 @@ impl Mapped {
     /// Makes the kernel give back all pages that were handed out. Continues if the caller goes
     /// away.
     pub async fn give_back(self: &Arc<Self>, node: u64) {
-        let mut giving = self.pages.lock().give_back(node);
+        let first = self.pages.lock().give_back(node);
         let mapped = self.clone();
         let all = async move {
+            if let Some((began, spans)) = first {
+                mapped.rounds(node, began, spans).await;
+            }
+            // As long as another one lasts, pages are handed out at once. It takes those back.
             loop {
                 let mut news = std::pin::pin!(mapped.news.notified());
                 news.as_mut().enable();
-                match giving {
-                    Giving::Done => return,
-                    // It hands out pages at once as long as it lasts.
-                    Giving::Others => news.await,
-                    Giving::Round(began, spans) => mapped.rounds(node, began, spans).await,
+                if !mapped.pages.lock().is_giving(node) {
+                    return;
                 }
-                giving = mapped.pages.lock().give_back(node);
+                news.await;
             }
         };
         let _ = tokio::spawn(all).await;

@@ -195,17 +195,6 @@ pub enum Step {
     Apply,
 }
 
-/// What is left to do until all pages are given back.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Giving {
-    /// Nothing: no page is out, and none is handed out at once.
-    Done,
-    /// Ask again when another give-back is over.
-    Others,
-    /// The kernel must give back these pages; then call [`Pages::given_back`] with this number.
-    Round(Event, Vec<Span>),
-}
-
 impl File {
     fn is_idle(&self) -> bool {
         self.out.0.is_empty()
@@ -442,12 +431,12 @@ impl Pages {
 
     // --- other nodes ---
 
-    /// All pages must be given back. Page-ins that the metadata servers have not answered are left
-    /// out: the kernel has none of their pages, and those servers may wait for the client that waits
-    /// for this.
-    pub fn give_back(&mut self, node: u64) -> Giving {
+    /// All pages must be given back. Returns their spans, and the number for [`Pages::given_back`].
+    /// Page-ins that the metadata servers have not answered are left out: the kernel has none of
+    /// their pages, and those servers may wait for the client that waits for this.
+    pub fn give_back(&mut self, node: u64) -> Option<(Event, Vec<Span>)> {
         let now = self.next();
-        let Some(file) = self.files.get_mut(&node) else { return Giving::Done };
+        let file = self.files.get_mut(&node)?;
         let mut out = if file.unknown {
             Spans(BTreeMap::from([(0, u64::MAX.div_ceil(PAGE))]))
         } else {
@@ -456,15 +445,17 @@ impl Pages {
         let comes = file.page_ins.values().filter(|p| p.asked || p.at_once);
         comes.for_each(|p| out.add(&p.span));
         file.leave_out_asking(&mut out);
-        match file.give(now, out, 0) {
-            Some((began, spans)) => Giving::Round(began, spans),
-            None if file.given.is_empty() => Giving::Done,
-            None => Giving::Others,
-        }
+        file.give(now, out, 0)
+    }
+
+    /// Whether the kernel is giving pages back to other clients. Until that is over, pages may be
+    /// handed out at once.
+    pub fn is_giving(&self, node: u64) -> bool {
+        self.files.get(&node).is_some_and(|f| !f.given.is_empty())
     }
 
     /// The kernel has given these pages back. Returns pages that were handed out meanwhile and must
-    /// be given back, too, and the number of that round.
+    /// be given back, too, as [`Pages::give_back`] does.
     pub fn given_back(&mut self, node: u64, began: Event) -> Option<(Event, Vec<Span>)> {
         let now = self.next();
         let file = self.files.get_mut(&node)?;

@@ -10,13 +10,6 @@ fn spans_of(all: &[Span]) -> Spans {
     s
 }
 
-fn round(giving: Giving) -> (Event, Vec<Span>) {
-    match giving {
-        Giving::Round(began, spans) => (began, spans),
-        other => panic!("{other:?}"),
-    }
-}
-
 /// Compares spans with a set of page numbers.
 #[test]
 fn spans_are_sets_of_pages() {
@@ -147,12 +140,12 @@ fn pages_that_the_kernel_drops_must_not_be_out() {
 #[test]
 fn what_was_handed_out_before_is_given_back() {
     let mut t = Pages::default();
-    assert_eq!(t.give_back(FILE), Giving::Done);
+    assert!(t.give_back(FILE).is_none());
     let out = t.page_in(FILE, 0..4);
     t.answered(FILE, out);
     let (asks, reads) = (t.page_in(FILE, 4..6), t.page_in(FILE, 8..9));
     t.asked(FILE, reads);
-    let (began, spans) = round(t.give_back(FILE));
+    let (began, spans) = t.give_back(FILE).unwrap();
     assert_eq!(spans, [0..4, 8..9], "the kernel does not have what is still asked for");
     t.answered(FILE, reads);
     let late = t.page_in(FILE, 1..2);
@@ -163,7 +156,7 @@ fn what_was_handed_out_before_is_given_back() {
     t.answered(FILE, asks);
     assert_eq!(t.files[&FILE].out, spans_of(&[1..2, 4..6]));
     t.may_be_out(FILE);
-    let (began, _) = round(t.give_back(FILE));
+    let (began, _) = t.give_back(FILE).unwrap();
     assert!(t.given_back(FILE, began).is_none());
     assert!(!t.knows(FILE));
 }
@@ -176,7 +169,7 @@ fn a_page_in_that_a_give_back_may_wait_for_asks_nobody() {
     t.answered(FILE, out);
     let before = t.page_in(FILE, 6..7);
     assert_eq!(t.verdict(FILE, before, false), Verdict::Read);
-    let (began, spans) = round(t.give_back(FILE));
+    let (began, spans) = t.give_back(FILE).unwrap();
     assert_eq!(spans, [Span::from(0..4)]);
     let [away, here] = [4..6, 3..4].map(|span| t.page_in(FILE, span));
     assert_eq!(t.verdict(FILE, away, false), Verdict::Read);
@@ -198,24 +191,22 @@ fn a_give_back_lasts_as_long_as_others() {
     let mut t = Pages::default();
     let out = t.page_in(FILE, 0..1);
     t.answered(FILE, out);
-    let (first, _) = round(t.give_back(FILE));
-    let (second, _) = round(t.give_back(FILE));
+    let (first, _) = t.give_back(FILE).unwrap();
+    let (second, _) = t.give_back(FILE).unwrap();
     let at_once = t.page_in(FILE, 0..1);
     assert_eq!(t.verdict(FILE, at_once, true), Verdict::ReadAtOnce);
     t.answered(FILE, at_once);
     let (again, _) = t.given_back(FILE, first).unwrap();
     let (third, _) = t.given_back(FILE, second).unwrap();
     assert!(t.given_back(FILE, third).is_none());
-    assert!(t.has_out(FILE));
-    assert_eq!(t.give_back(FILE), Giving::Others, "the kernel has given back what was out");
+    assert!(t.give_back(FILE).is_none(), "the kernel has given back what was out");
+    assert!(t.is_giving(FILE) && t.has_out(FILE));
     let late = t.page_in(FILE, 0..1);
     assert_eq!(t.verdict(FILE, late, true), Verdict::ReadAtOnce);
     t.answered(FILE, late);
-    let (own, _) = round(t.give_back(FILE));
     let (last, _) = t.given_back(FILE, again).unwrap();
     assert!(t.given_back(FILE, last).is_none());
-    assert!(t.given_back(FILE, own).is_none());
-    assert_eq!(t.give_back(FILE), Giving::Done);
+    assert!(!t.is_giving(FILE) && !t.knows(FILE));
 }
 
 /// The change waits for the lock of the file's pages, which is released when they are given back.
@@ -226,7 +217,7 @@ fn a_change_that_is_not_applied_yet_does_not_hold_up_a_give_back() {
     t.answered(FILE, out);
     let (change, step) = t.change(FILE, 0..1);
     assert_eq!(step, Step::TakeOut(0..1));
-    let (began, _) = round(t.give_back(FILE));
+    let (began, _) = t.give_back(FILE).unwrap();
     assert_eq!(t.taken_out(FILE, change), Step::Apply);
     let late = t.page_in(FILE, 0..2);
     assert_eq!(t.verdict(FILE, late, false), Verdict::Hold(0));
@@ -443,15 +434,14 @@ impl Model {
         };
         self.writes[i].2 = match writing {
             Writing::Sent if value == GIVES_BACK => match self.table.give_back(FILE) {
-                Giving::Round(began, spans) => {
+                Some((began, spans)) => {
                     let left = spans.iter().cloned().flatten().filter(|p| *p < PAGES).collect();
                     Writing::Gives { began, stored: self.want.iter().map(|w| w.1).collect(), left }
                 }
-                Giving::Done => {
+                None => {
                     self.writes.remove(i);
                     return;
                 }
-                Giving::Others => Writing::Sent,
             },
             Writing::Gives { began, stored, mut left } => match left.first().copied() {
                 Some(p) => {
