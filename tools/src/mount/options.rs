@@ -216,9 +216,12 @@ impl Options {
                 unknown.push(name.to_string());
             }
         }
-        // mount(8) moves these to the front, so their place in the list means nothing.
+        // mount(8) moves these to the front, so their place in the list means nothing. At a remount
+        // it repeats those that the kernel shows, which nobody asked for.
+        let repeated =
+            all.iter().any(|o| OF_THE_KERNEL.iter().any(|k| o.split('=').next() == Some(k)));
         for name in ["nosuid", "nodev"] {
-            if all.contains(&name) {
+            if all.contains(&name) && !repeated {
                 self.flags.push(name.into());
             }
         }
@@ -435,6 +438,8 @@ mod tests {
         for list in ["allow_dev,allow_suid,nosuid", "rw,nosuid,allow_dev,allow_suid"] {
             assert_eq!(flags(&of(list).unwrap().flags), MountFlags::NOSUID, "{list}");
         }
+        let remount = of("remount,rw,nosuid,nodev,user_id=0,group_id=0,allow_suid").unwrap();
+        assert_eq!(flags(&remount.flags), MountFlags::NODEV);
         assert_eq!(
             (
                 of("write_back").unwrap().write_back,

@@ -343,8 +343,8 @@ fn lfs_path_tells_both_tiers_of_a_call_that_changed_between_them() {
         |more: &[&str]| ok(&strake().args(["lfs", "path"]).args(more).arg(&name).output().unwrap());
     let mut loaded = Value::Null;
     eventually("the counters of the bridge", LIMIT, || {
-        let mut v: Value = serde_json::from_str(&path(&["--json"])).unwrap();
-        loaded = v[0]["bridges"][0]["loaded"].take();
+        let v: Value = serde_json::from_str(&path(&["--json"])).unwrap();
+        loaded = v[0]["bridges"][0]["loaded"].clone();
         loaded["together"] == len
     });
     assert_eq!(loaded["by_tier"], serde_json::to_value(r.by_tier).unwrap());
