@@ -81,23 +81,29 @@ impl Client {
     /// A program touches the page.
     pub fn touches(&mut self) {
         self.page_in = Some(PageIn::Wants);
-        self.blocks = self.jobs.iter().any(|j| {
-            matches!(
-                j.step,
-                Step::UnderLock { covers: true, .. } | Step::After { covers: true, .. }
-            )
-        });
+        self.blocks = self.is_giving();
     }
 
     fn has_page(&mut self, cells: Cells) {
         (self.page_in, self.blocks, self.out) = (None, false, true);
         self.page = Some(Page { cells, dirty: false, session: self.session });
         for job in &mut self.jobs {
-            if let Step::UnderLock { waits, .. } | Step::After { waits, .. } = &mut job.step {
-                *waits = false;
+            if let Step::UnderLock { waits, covers } | Step::After { waits, covers } = &mut job.step
+            {
+                (*waits, *covers) = (false, *covers || *waits);
             }
         }
         self.jobs.sort();
+    }
+
+    /// Whether the kernel is being told to give the page back.
+    fn is_giving(&self) -> bool {
+        self.jobs.iter().any(|j| {
+            matches!(
+                j.step,
+                Step::UnderLock { covers: true, .. } | Step::After { covers: true, .. }
+            )
+        })
     }
 
     /// Whether the kernel has no page, and none is on its way.
@@ -341,7 +347,7 @@ impl World {
         let (waits, covers) = (c.is_read(), c.out);
         let step = match why {
             Why::Wanted(_) | Why::WantedBefore | Why::Leave => Step::Leaving,
-            Why::Recall | Why::Hello => Step::After { waits, covers },
+            Why::Recall | Why::Hello | Why::Check => Step::After { waits, covers },
         };
         if matches!(why, Why::Wanted(_)) {
             if silent {
@@ -375,19 +381,22 @@ impl World {
                 _ if matches!(job.why, Why::Leave | Why::WantedBefore) => None,
                 _ => Some(Step::After { waits, covers }),
             },
-            Step::UnderLock { waits, .. } => {
-                if waits || !self.is_out(i, job.why) {
+            Step::UnderLock { waits: true, .. } | Step::After { waits: true, .. } => return false,
+            Step::UnderLock { covers: true, .. } | Step::After { covers: true, .. } => {
+                if !self.is_out(i, job.why) {
                     return false;
                 }
                 self.clients[i].out = false;
-                Some(Step::Unlock)
+                Some(job.step.given_back())
             }
-            Step::After { waits, .. } => {
-                if waits || !self.is_out(i, job.why) {
-                    return false;
-                }
-                self.clients[i].out = false;
-                let c = &mut self.clients[i];
+            // While another job lasts, pages are handed out at once. It takes those back.
+            Step::UnderLock { .. } | Step::After { .. }
+                if c.is_giving() && self.fault != Fault::OthersNotWaited =>
+            {
+                return false;
+            }
+            Step::UnderLock { .. } => Some(Step::Unlock),
+            Step::After { .. } => {
                 let wanted = matches!(job.why, Why::Wanted(_));
                 let former = wanted && c.former && self.fault != Fault::FormerForgotten;
                 (former && c.table.leave_former(NOW, FILE, session)).then_some(Step::UnlockFormer)
@@ -433,7 +442,7 @@ impl World {
                 self.send(i, Body::Hello);
                 self.send_again(i);
             }
-            Why::Leave | Why::WantedBefore => {}
+            Why::Leave | Why::WantedBefore | Why::Check => {}
         }
     }
 

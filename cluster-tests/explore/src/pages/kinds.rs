@@ -117,6 +117,8 @@ pub enum Why {
     Leave,
     Recall,
     Hello,
+    /// The node takes back pages that may be old by now.
+    Check,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -124,7 +126,8 @@ pub enum Step {
     /// Uses of the file end; the lock is kept for a moment.
     Leaving,
     /// The kernel gives the page back while the lock is held. `waits`: first for a page-in.
-    /// `covers`: the page may be out, so the kernel may wait for later page-ins, too.
+    /// `covers`: the page may be out, so the kernel is told to give it back, and may wait for later
+    /// page-ins, too.
     UnderLock {
         waits: bool,
         covers: bool,
@@ -137,6 +140,17 @@ pub enum Step {
     },
     /// Gives up the lock of a former daemon.
     UnlockFormer,
+}
+
+impl Step {
+    /// The same step once the kernel has given the page back.
+    pub fn given_back(self) -> Step {
+        match self {
+            Step::UnderLock { .. } => Step::UnderLock { waits: false, covers: false },
+            Step::After { .. } => Step::After { waits: false, covers: false },
+            other => other,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -165,6 +179,8 @@ pub struct Bounds {
     pub write_backs: u8,
     /// Clean pages that the kernel drops on its own.
     pub drops: u8,
+    /// Pages that a node takes back by itself.
+    pub checks: u8,
     pub closes: u8,
     pub evictions: u8,
     pub failovers: u8,
@@ -185,6 +201,8 @@ pub enum Action {
     WriteBack(usize),
     /// The kernel drops the page, which is not dirty.
     Drop(usize),
+    /// The node takes its pages back by itself.
+    Check(usize),
     /// A program writes.
     Write(usize),
     /// The client continues with the write.
@@ -264,4 +282,7 @@ pub enum Fault {
     KeptAtOnce,
     /// A write is sent although its page was handed out while it waited for the lock.
     WritesBeside,
+    /// The lock is given up although pages are being given back for another reason, too, and are
+    /// handed out at once meanwhile.
+    OthersNotWaited,
 }

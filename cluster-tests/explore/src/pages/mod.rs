@@ -222,6 +222,7 @@ impl World {
             may(c.opened == Opened::ForBoth && c.page.is_some(), left.stores, Action::Store(i));
             may(!c.back && c.page.is_some_and(|p| p.dirty), left.write_backs, Action::WriteBack(i));
             may(!c.back && c.page.is_some_and(|p| !p.dirty), left.drops, Action::Drop(i));
+            may(c.out && c.page.is_some(), left.checks, Action::Check(i));
             may(c.opened == Opened::ForBoth && c.writes.is_none(), left.writes, Action::Write(i));
             may(matches!(c.opened, Opened::No | Opened::ForReading), left.opens, Action::Open(i));
             let idle = c.page_in.is_none() && c.writes.is_none() && !c.back;
@@ -284,6 +285,7 @@ impl World {
             Action::Store(_) => &mut left.stores,
             Action::WriteBack(_) => &mut left.write_backs,
             Action::Drop(_) => &mut left.drops,
+            Action::Check(_) => &mut left.checks,
             Action::Write(_) => &mut left.writes,
             Action::Open(_) => &mut left.opens,
             Action::Close(_) => &mut left.closes,
@@ -325,6 +327,7 @@ impl Model for World {
             }
             Action::WriteBack(i) => self.write_back(*i),
             Action::Drop(i) => self.clients[*i].page = None,
+            Action::Check(i) => self.begin_job(*i, Why::Check),
             Action::Write(i) => {
                 let c = &mut self.clients[*i];
                 c.made[2 * i + 1] += 1;

@@ -58,6 +58,16 @@ fn pages_that_the_kernel_drops() {
     holds(Bounds { drops: 1, ..reader() });
 }
 
+/// Pages are taken back for two reasons at the same time.
+#[test]
+fn pages_that_a_node_takes_back_by_itself() {
+    holds(Bounds { checks: 1, page_ins: 2, ..beside() });
+    holds(Bounds { checks: 2, ..beside() });
+    holds(Bounds { checks: 1, ..second() });
+    holds(Bounds { checks: 1, ..reader() });
+    holds(Bounds { checks: 1, failovers: 1, ..beside() });
+}
+
 #[test]
 fn files_that_are_closed() {
     holds(Bounds { closes: 1, ..beside() });
@@ -108,6 +118,7 @@ fn mistakes_are_found() {
         (Fault::PageInsWait, Bounds { drops: 1, page_ins: 3, stores: 1, ..both() }),
         (Fault::KeptAtOnce, Bounds { drops: 1, page_ins: 3, ..both() }),
         (Fault::WritesBeside, Bounds { drops: 1, page_ins: 2, stores: 2, ..second() }),
+        (Fault::OthersNotWaited, Bounds { checks: 1, page_ins: 2, ..beside() }),
     ];
     let mut missed = Vec::new();
     for (fault, bounds) in cases {
