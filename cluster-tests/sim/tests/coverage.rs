@@ -44,10 +44,15 @@ fn passes(scenario: Scenario) {
     assert!(outcome.violations.is_empty(), "seed {seed}: {:#?}", outcome.violations);
 }
 
-#[test]
-fn wide_runs_replay() {
-    let (first, second) = (run(Scenario::wide(3)).unwrap(), run(Scenario::wide(3)).unwrap());
-    assert_eq!(first.parting(&second), None);
+mod long {
+    use super::*;
+
+    #[test]
+    #[ignore = "long tier, 25 s: ./test --long"]
+    fn wide_runs_replay() {
+        let (first, second) = (run(Scenario::wide(3)).unwrap(), run(Scenario::wide(3)).unwrap());
+        assert_eq!(first.parting(&second), None);
+    }
 }
 
 #[test]

@@ -282,7 +282,6 @@ async fn a_device_without_room_for_sums_makes_the_tier_rest_or_takes_consent() {
 }
 
 /// Every fault that cuFile may show in the middle of a call.
-#[tokio::test]
 async fn no_lie_of_cufile_counts_and_strict_calls_never_degrade() {
     let size = 3 * MIB + 77;
     for (trick, words) in [
@@ -701,4 +700,12 @@ async fn a_call_that_is_dropped_waits_for_reads_that_began() {
     // The bridge's threads have ended after this.
     drop(bridge);
     assert_eq!(tricks.reads(), reads);
+}
+
+mod long {
+    #[tokio::test]
+    #[ignore = "long tier, 45 s: ./test --long"]
+    async fn no_lie_of_cufile_counts_and_strict_calls_never_degrade() {
+        super::no_lie_of_cufile_counts_and_strict_calls_never_degrade().await;
+    }
 }

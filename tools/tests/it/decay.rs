@@ -96,7 +96,6 @@ fn flip(file: &Path, part: f64) -> bool {
     true
 }
 
-#[test]
 fn a_decayed_table_costs_one_target_and_no_file() {
     if !Path::new("/dev/fuse").exists() {
         return println!("skipped: /dev/fuse is missing");
@@ -139,4 +138,12 @@ fn a_decayed_table_costs_one_target_and_no_file() {
     // fsck reads each replica on its own, past all caches.
     let out = ok(&strake().args(["fsck", "--read-data", "--dir"]).arg(c.dir()).output().unwrap());
     assert!(out.contains("clean"), "{out}");
+}
+
+mod long {
+    #[test]
+    #[ignore = "long tier, 50 s: ./test --long"]
+    fn a_decayed_table_costs_one_target_and_no_file() {
+        super::a_decayed_table_costs_one_target_and_no_file();
+    }
 }

@@ -32,7 +32,6 @@ fn spread(c: &Cluster) -> f64 {
     full.iter().fold(0f64, |a, b| a.max(*b)) - full.iter().fold(100f64, |a, b| a.min(*b))
 }
 
-#[test]
 fn a_ninth_target_beside_eight_gets_its_part() {
     let c = Cluster::new("8");
     let d = c.mnt().join("d");
@@ -150,4 +149,12 @@ fn read_past_cache(at: &Path) -> std::io::Result<Vec<u8>> {
         }
     }
     Ok(space[start..at].to_vec())
+}
+
+mod long {
+    #[test]
+    #[ignore = "long tier, 50 s: ./test --long"]
+    fn a_ninth_target_beside_eight_gets_its_part() {
+        super::a_ninth_target_beside_eight_gets_its_part();
+    }
 }

@@ -314,7 +314,6 @@ fn what_is_planted_is_repaired_under_a_mount_that_is_used() {
 
 /// Leftover chunks of a removed file on one replica only, and misplaced chunks of existing files on
 /// chains they do not use, as a writer with rights to any chain can leave them.
-#[test]
 fn leftovers_on_some_replicas_and_on_other_chains_go() {
     if !Path::new("/dev/fuse").exists() {
         println!("skipped: /dev/fuse is missing");
@@ -420,4 +419,12 @@ fn leftovers_on_some_replicas_and_on_other_chains_go() {
     let report = c.fsck(&["--repair"], 0);
     assert!(!of(&report, "leaked").is_empty(), "{report:#}");
     assert_eq!(c.fsck(&["--repair", "--read-data"], 0)["findings"], Value::Array(vec![]));
+}
+
+mod long {
+    #[test]
+    #[ignore = "long tier, 35 s: ./test --long"]
+    fn leftovers_on_some_replicas_and_on_other_chains_go() {
+        super::leftovers_on_some_replicas_and_on_other_chains_go();
+    }
 }

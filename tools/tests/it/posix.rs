@@ -54,12 +54,10 @@ fn file_io() {
 }
 
 // All but postgres, in two tests that can run side by side.
-#[test]
 fn programs_that_build() {
     suite("programs", &["git", "gcc", "cargo"]);
 }
 
-#[test]
 fn programs_with_data() {
     suite("programs", &["sqlite", "rsync", "tar", "python", "fio"]);
 }
@@ -71,4 +69,18 @@ fn handles() {
         return;
     }
     suite("handles", &["--no-nfs"]);
+}
+
+mod long {
+    #[test]
+    #[ignore = "long tier, 370 s: ./test --long"]
+    fn programs_that_build() {
+        super::programs_that_build();
+    }
+
+    #[test]
+    #[ignore = "long tier, 330 s: ./test --long"]
+    fn programs_with_data() {
+        super::programs_with_data();
+    }
 }

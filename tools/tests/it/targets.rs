@@ -316,7 +316,6 @@ impl Drop for Server {
     }
 }
 
-#[test]
 fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
     // All devices are on file systems of the same kind; the first server has its own.
     let roots = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
@@ -431,4 +430,12 @@ fn pools_keep_files_within_and_are_managed_by_command() {
 
 fn ok_bytes(out: &Output) -> Vec<u8> {
     ok(out).into_bytes()
+}
+
+mod long {
+    #[test]
+    #[ignore = "long tier, 80 s: ./test --long"]
+    fn a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked() {
+        super::a_target_whose_device_becomes_slow_is_emptied_and_kept_if_asked();
+    }
 }

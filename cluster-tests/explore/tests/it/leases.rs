@@ -102,7 +102,6 @@ fn copies_of_requests() {
 
 /// Bounds in which the explorer finds each mistake. `SparesLater` needs two new connections:
 /// `strake-explore --fault spares-later`.
-#[test]
 fn mistakes_are_found() {
     let cases = [
         (Fault::Unsettled, Bounds { asks: 2, changes: 1, ..NOTHING }),
@@ -127,5 +126,13 @@ fn mistakes_are_found() {
             .broken
             .unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
         println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len());
+    }
+}
+
+mod long {
+    #[test]
+    #[ignore = "long tier, 70 s: ./test --long"]
+    fn mistakes_are_found() {
+        super::mistakes_are_found();
     }
 }

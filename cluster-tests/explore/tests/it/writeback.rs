@@ -46,10 +46,13 @@ fn failover() {
 
 #[test]
 fn evictions() {
-    holds(Bounds { evictions: 1, chain: true, ..some() });
     holds(Bounds { evictions: 1, failovers: 1, ..one() });
-    holds(Bounds { evictions: 1, ticks: 2, ..some() });
     holds(Bounds { evictions: 1, looks: 1, ..one() });
+}
+
+fn evictions_of_more_than_one() {
+    holds(Bounds { evictions: 1, chain: true, ..some() });
+    holds(Bounds { evictions: 1, ticks: 2, ..some() });
 }
 
 #[test]
@@ -102,7 +105,6 @@ fn a_report_of_before_somebody_was_left_alone() {
 }
 
 /// Bounds in which the explorer finds each mistake.
-#[test]
 fn mistakes_are_found() {
     let cases = [
         (Fault::HoldersNotAsked, one()),
@@ -134,5 +136,19 @@ fn mistakes_are_found() {
             .broken
             .unwrap_or_else(|| panic!("{fault:?} was not found in {} states", seen.states));
         println!("{fault:?}: {} states, {} steps: {why}", seen.states, story.len());
+    }
+}
+
+mod long {
+    #[test]
+    #[ignore = "long tier, 40 s: ./test --long"]
+    fn evictions_of_more_than_one() {
+        super::evictions_of_more_than_one();
+    }
+
+    #[test]
+    #[ignore = "long tier, 50 s: ./test --long"]
+    fn mistakes_are_found() {
+        super::mistakes_are_found();
     }
 }

@@ -7,7 +7,6 @@ use strake_sim::{
     scenario::{Scenario, TASKS},
 };
 
-#[test]
 fn every_kind_of_fault_hits_an_operation() {
     let mut sum = Ledger::default();
     for seed in 1..=12 {
@@ -30,7 +29,6 @@ fn every_kind_of_fault_hits_an_operation() {
 }
 
 /// Without clients there is less to hit: only what servers do among themselves after a fault.
-#[test]
 fn what_hits_nothing_is_not_counted() {
     let (mut working, mut without) = (0, 0);
     for seed in 1..=6 {
@@ -45,7 +43,6 @@ fn what_hits_nothing_is_not_counted() {
     assert!(without * 3 < working * 2, "{without} of {working}");
 }
 
-#[test]
 fn the_other_kinds_of_run_count_too() {
     for mode in [Mode::Rivals, Mode::Lapse, Mode::Baton, Mode::History] {
         let seed = (1..).find(|s| Mode::of(*s) == mode).unwrap();
@@ -53,5 +50,25 @@ fn the_other_kinds_of_run_count_too() {
         assert!(a.violations.is_empty(), "{a}");
         assert!(a.faults.counted() > 5, "{a}");
         assert_eq!((a.faults, a.trace), (b.faults, b.trace), "{mode:?}");
+    }
+}
+
+mod long {
+    #[test]
+    #[ignore = "long tier, 45 s: ./test --long"]
+    fn every_kind_of_fault_hits_an_operation() {
+        super::every_kind_of_fault_hits_an_operation();
+    }
+
+    #[test]
+    #[ignore = "long tier, 20 s: ./test --long"]
+    fn what_hits_nothing_is_not_counted() {
+        super::what_hits_nothing_is_not_counted();
+    }
+
+    #[test]
+    #[ignore = "long tier, 20 s: ./test --long"]
+    fn the_other_kinds_of_run_count_too() {
+        super::the_other_kinds_of_run_count_too();
     }
 }

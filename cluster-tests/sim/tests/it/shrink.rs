@@ -7,7 +7,6 @@ use strake_sim::{
     shrink::{promise, shrink},
 };
 
-#[test]
 fn a_planted_mistake_becomes_short() {
     // Servers that leave out a sync lose data when power fails.
     let length = std::time::Duration::from_secs(4);
@@ -36,4 +35,12 @@ fn a_planted_mistake_becomes_short() {
 fn a_run_in_order_is_not_made_short() {
     let quiet = Scenario { length: std::time::Duration::from_secs(1), ..Scenario::new(1) };
     assert!(shrink(quiet, 10, &mut |_| {}).unwrap().is_none());
+}
+
+mod long {
+    #[test]
+    #[ignore = "long tier, 25 s: ./test --long"]
+    fn a_planted_mistake_becomes_short() {
+        super::a_planted_mistake_becomes_short();
+    }
 }

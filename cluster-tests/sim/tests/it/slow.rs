@@ -14,10 +14,17 @@ fn a_target_whose_disk_becomes_slow_is_emptied_while_clients_write() {
     }
 }
 
-#[test]
 fn nothing_is_drained_where_disks_are_as_they_should_be_or_a_little_slower() {
     for slow in [None, Some(Duration::from_millis(10))] {
         let o = run(3, slow).unwrap();
         assert!(o.violations.is_empty() && o.drained.is_empty() && o.writes > 1000, "{o:?}");
+    }
+}
+
+mod long {
+    #[test]
+    #[ignore = "long tier, 35 s: ./test --long"]
+    fn nothing_is_drained_where_disks_are_as_they_should_be_or_a_little_slower() {
+        super::nothing_is_drained_where_disks_are_as_they_should_be_or_a_little_slower();
     }
 }
