@@ -918,7 +918,7 @@ def stored_to_pages_that_the_kernel_drops(a, b):
             same([set(data[8 * k::512]) for k in (0, 1)], [{n % 251} for n in done[:2]], p)
             if name == "written":
                 for k in (0, 1):
-                    for n in range(done[2 + k] - pages + 1, done[2 + k] + 1):
+                    for n in range(max(1, done[2 + k] - pages + 1), done[2 + k] + 1):
                         at = 4096 * (n % pages) + 200 + 8 * k
                         same(int.from_bytes(data[at:at + 8], "little"), n, f"write {n} of {k}")
 
