@@ -327,16 +327,18 @@ async fn windows(dialer: &dyn Fabric, listener: &dyn Fabric, at: &Endpoint) {
     let most = e.service.most_running.load(SeqCst);
     assert!(most <= 512, "{most} handlers at a time");
     let big = pattern(4 << 20, 9);
-    // A server refuses what finds no memory within a second, and a slow link takes longer.
-    let until_taken = || async {
+    // RDMA by software in a virtual machine moves 10 MB/s, and a server refuses a call that finds
+    // no memory within a second: there fewer are sent, and again where that is the answer.
+    let soft_rdma = std::env::var_os("STRAKE_RDMA_SOFT").is_some();
+    let large = || async {
         loop {
             match e.conn.call(echo("", vec![big.clone()]), LONG).await {
-                Err(e) if e.code == Code::Overloaded => {}
+                Err(e) if e.code == Code::Overloaded && soft_rdma => {}
                 answer => return answer.expect("echo"),
             }
         }
     };
-    for answer in join_all((0..24).map(|_| until_taken())).await {
+    for answer in join_all((0..if soft_rdma { 24 } else { 64 }).map(|_| large())).await {
         assert_eq!(answer.payload_len(), 4 << 20);
     }
 }
