@@ -34,12 +34,13 @@ pub struct Plan<'a> {
     pub name: &'static str,
     pub unit: Unit,
     /// One for each mount; the limits apply to the first.
-    pub ways: Vec<Way<'a>>,
+    pub runs: Vec<Run<'a>>,
     pub limits: &'static [&'static str],
 }
 
-pub struct Way<'a> {
-    /// Not timed: prepares each run.
+/// The work of a row on one mount.
+pub struct Run<'a> {
+    /// Before each run; not timed.
     pub prepare: Work<'a>,
     pub work: Work<'a>,
 }
@@ -77,9 +78,9 @@ fn through_mounts<'a>(mounted: &'a [Mounted], warm: &'a Cell<bool>) -> Vec<Plan<
     let on_mounts = |name, unit, prepare: OnMount<'a>, work: OnMount<'a>, limits| Plan {
         name,
         unit,
-        ways: mounted
+        runs: mounted
             .iter()
-            .map(|m| Way { prepare: prepare(m, warm), work: work(m, warm) })
+            .map(|m| Run { prepare: prepare(m, warm), work: work(m, warm) })
             .collect(),
         limits,
     };
@@ -145,7 +146,7 @@ fn through_client<'a>(c: &'a ByClient, rt: &'a Runtime, warm: &'a Cell<bool>) ->
         work: Work<'a>,
         limits: &'static [&'static str],
     ) -> Plan<'a> {
-        Plan { name, unit, ways: vec![Way { prepare, work }], limits }
+        Plan { name, unit, runs: vec![Run { prepare, work }], limits }
     }
     let cold = || cold(warm, || rt.block_on(c.ensure_large()));
     vec![

@@ -64,11 +64,11 @@ impl Rule {
 struct Candidate {
     target: TargetId,
     fit: Fit,
-    ways: Vec<Way>,
+    chains: Vec<WeightedChain>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Way {
+struct WeightedChain {
     chain: ChainId,
     /// Its share of new files, relative to the others. With [`ByFullest`](Rule::ByFullest): free
     /// space of its fullest replica, MiB.
@@ -79,23 +79,23 @@ impl Candidate {
     /// Its chain for the stripe of a file that uses this target for the `turn`th time, from 0.
     /// Files start with different chains, and the stripes of one file on the same target cycle
     /// through them. So a file as wide as a chain set uses the set in order.
-    fn way(&self, ino: Ino, turn: usize) -> &Way {
+    fn for_turn(&self, ino: Ino, turn: usize) -> &WeightedChain {
         // Must differ from the number with which `by_weight` draws the target.
-        let first = splitmix64(&mut { !ino }) % self.ways.len() as u64;
-        &self.ways[(first as usize + turn) % self.ways.len()]
+        let first = splitmix64(&mut { !ino }) % self.chains.len() as u64;
+        &self.chains[(first as usize + turn) % self.chains.len()]
     }
 
     /// One of its chains, drawn by weight for this file; its weight is that of all of them
     /// together.
-    fn drawn(&self, ino: Ino) -> Way {
-        let weight: u64 = self.ways.iter().map(|w| w.weight).sum();
+    fn drawn(&self, ino: Ino) -> WeightedChain {
+        let weight: u64 = self.chains.iter().map(|w| w.weight).sum();
         let mut at = splitmix64(&mut { !ino ^ u64::from(self.target) << 48 }) % (weight + 1);
-        let way = self.ways.iter().find(|w| {
+        let drawn = self.chains.iter().find(|w| {
             let here = at < w.weight;
             at = at.wrapping_sub(w.weight);
             here
         });
-        Way { chain: way.unwrap_or(&self.ways[0]).chain, weight }
+        WeightedChain { chain: drawn.unwrap_or(&self.chains[0]).chain, weight }
     }
 }
 
@@ -337,26 +337,28 @@ impl Placement {
             }
             None => {
                 if count < n
-                    && let Some(ways) = self.by_space(&usable, ino)
+                    && let Some(chains) = self.by_space(&usable, ino)
                 {
-                    return Ok(by_weight(ways, count, ino));
+                    return Ok(by_weight(chains, count, ino));
                 }
                 (ino % n as u64) as usize
             }
         };
-        Ok((first..first + count).map(|i| usable[i % n].way(ino, i / n).chain).collect())
+        Ok((first..first + count).map(|i| usable[i % n].for_turn(ino, i / n).chain).collect())
     }
 
     /// A chain of each target to draw from by weight; `None` if all have about as much space.
-    fn by_space(&self, usable: &[&Candidate], ino: Ino) -> Option<Vec<Way>> {
-        let weights = |ways: &[Way]| ways.iter().map(|w| w.weight).collect::<Vec<_>>();
+    fn by_space(&self, usable: &[&Candidate], ino: Ino) -> Option<Vec<WeightedChain>> {
+        let weights =
+            |chains: &[WeightedChain]| chains.iter().map(|w| w.weight).collect::<Vec<_>>();
         match Rule::of(&self.view) {
             Rule::ByFullest => {
-                let ways: Vec<Way> = usable.iter().map(|c| *c.way(ino, 0)).collect();
-                (!is_even(&weights(&ways))).then_some(ways)
+                let chains: Vec<WeightedChain> =
+                    usable.iter().map(|c| *c.for_turn(ino, 0)).collect();
+                (!is_even(&weights(&chains))).then_some(chains)
             }
             Rule::ByShare => {
-                let weighed = usable.iter().flat_map(|c| &c.ways).any(|w| w.weight != ONE);
+                let weighed = usable.iter().flat_map(|c| &c.chains).any(|w| w.weight != ONE);
                 weighed.then(|| usable.iter().map(|c| c.drawn(ino)).collect())
             }
         }
@@ -379,7 +381,7 @@ impl Placement {
         };
         let turn = turns.entry(target).or_default();
         *turn += 1;
-        Ok(c.way(ino, *turn - 1).chain)
+        Ok(c.for_turn(ino, *turn - 1).chain)
     }
 
     /// The chains as consecutive members of one chain set, if they are many and form that.
@@ -449,12 +451,12 @@ fn candidates(
         let Some(fit) = fit(view, chain) else { continue };
         let target = chain.ost_index();
         let i = *at.entry(target).or_insert_with(|| {
-            out.push(Candidate { target, fit, ways: Vec::new() });
+            out.push(Candidate { target, fit, chains: Vec::new() });
             out.len() - 1
         });
         let c = &mut out[i];
         if fit < c.fit {
-            *c = Candidate { target, fit, ways: Vec::new() };
+            *c = Candidate { target, fit, chains: Vec::new() };
         }
         if fit == c.fit {
             let weight = match rule {
@@ -467,7 +469,7 @@ fn candidates(
                     .unwrap_or(0),
                 Rule::ByShare => ONE,
             };
-            c.ways.push(Way { chain: chain.id, weight });
+            c.chains.push(WeightedChain { chain: chain.id, weight });
         }
     }
     if rule == Rule::ByShare {
@@ -503,8 +505,8 @@ fn weigh(view: &MapView, all: &mut [Candidate]) {
     let mut of: BTreeMap<TargetId, Vec<(usize, usize)>> = BTreeMap::new();
     let mut copies = 0u128;
     for (i, c) in all.iter().enumerate() {
-        for (j, way) in c.ways.iter().enumerate() {
-            let replicas = view.chain(way.chain).map(|c| &c.preferred[..]).unwrap_or_default();
+        for (j, w) in c.chains.iter().enumerate() {
+            let replicas = view.chain(w.chain).map(|c| &c.preferred[..]).unwrap_or_default();
             replicas.iter().for_each(|t| of.entry(*t).or_default().push((i, j)));
             copies = copies.max(replicas.len() as u128);
         }
@@ -514,10 +516,11 @@ fn weigh(view: &MapView, all: &mut [Candidate]) {
     if space == 0 || is_even(&free) {
         return;
     }
-    let mut sum: u128 = all.iter().flat_map(|c| &c.ways).map(|w| u128::from(w.weight)).sum();
+    let mut sum: u128 = all.iter().flat_map(|c| &c.chains).map(|w| u128::from(w.weight)).sum();
     for _ in 0..ROUNDS {
-        for (ways, free) in of.values().zip(&free) {
-            let here: u128 = ways.iter().map(|(i, j)| u128::from(all[*i].ways[*j].weight)).sum();
+        for (chains, free) in of.values().zip(&free) {
+            let here: u128 =
+                chains.iter().map(|(i, j)| u128::from(all[*i].chains[*j].weight)).sum();
             if here == 0 || here == sum {
                 continue;
             }
@@ -527,8 +530,8 @@ fn weigh(view: &MapView, all: &mut [Candidate]) {
             // Then chains with this target and chains without it are to each other as `want` to the
             // rest.
             let (up, down) = (want * (sum - here), (space - want) * here);
-            for (i, j) in ways {
-                let w = &mut all[*i].ways[*j].weight;
+            for (i, j) in chains {
+                let w = &mut all[*i].chains[*j].weight;
                 let before = *w;
                 *w = scaled(before, up, down);
                 sum = sum + u128::from(*w) - u128::from(before);
@@ -554,7 +557,7 @@ fn is_even(of: &[u64]) -> bool {
 }
 
 /// Draws chains by weight, without replacement.
-fn by_weight(mut left: Vec<Way>, count: usize, ino: Ino) -> Vec<ChainId> {
+fn by_weight(mut left: Vec<WeightedChain>, count: usize, ino: Ino) -> Vec<ChainId> {
     let mut state = ino;
     let mut chosen = Vec::with_capacity(count);
     // + 1: a full target is chosen only if almost nothing else is left, and the sum is never 0.
