@@ -271,22 +271,22 @@ impl Bench<'_> {
     fn run(&mut self, mut plan: Plan) -> Result<Row> {
         let (name, unit) = (plan.name, plan.unit);
         let new = |name| Series { name, ..Series::default() };
-        let mut ours: Vec<Series> = (0..plan.runs.len()).map(|_| new(name)).collect();
+        let mut ours: Vec<Series> = (0..plan.variants.len()).map(|_| new(name)).collect();
         let can = |name: &&&str| cfg!(feature = "fuser") || !OF_FUSE.contains(*name);
         let mut limits: Vec<Series> =
             plan.limits.iter().filter(can).map(|name| new(*name)).collect();
         for n in 0..self.runs {
             self.progress.say(format!("{name}: run {} of {}", n + 1, self.runs));
-            let mut turns: Vec<_> = plan.runs.iter_mut().zip(&mut ours).collect();
+            let mut turns: Vec<_> = plan.variants.iter_mut().zip(&mut ours).collect();
             // Each goes first equally often, so that what the previous one leaves behind affects
             // all equally.
             if n % 2 == 1 {
                 turns.reverse();
             }
-            for (run, series) in turns {
-                (run.prepare)().map_err(|e| e.context(name))?;
+            for (variant, series) in turns {
+                (variant.prepare)().map_err(|e| e.context(name))?;
                 let meter = Meter::start()?;
-                let amount = (run.work)().map_err(|e| e.context(name))?;
+                let amount = (variant.work)().map_err(|e| e.context(name))?;
                 series.add(unit, amount, &meter.stop()?);
             }
             for l in &mut limits {

@@ -34,12 +34,12 @@ pub struct Plan<'a> {
     pub name: &'static str,
     pub unit: Unit,
     /// One for each mount; the limits apply to the first.
-    pub runs: Vec<Run<'a>>,
+    pub variants: Vec<Variant<'a>>,
     pub limits: &'static [&'static str],
 }
 
-/// The work of a row on one mount.
-pub struct Run<'a> {
+/// The work of a row, on one mount or by the client library.
+pub struct Variant<'a> {
     /// Before each run; not timed.
     pub prepare: Work<'a>,
     pub work: Work<'a>,
@@ -78,9 +78,9 @@ fn through_mounts<'a>(mounted: &'a [Mounted], warm: &'a Cell<bool>) -> Vec<Plan<
     let on_mounts = |name, unit, prepare: OnMount<'a>, work: OnMount<'a>, limits| Plan {
         name,
         unit,
-        runs: mounted
+        variants: mounted
             .iter()
-            .map(|m| Run { prepare: prepare(m, warm), work: work(m, warm) })
+            .map(|m| Variant { prepare: prepare(m, warm), work: work(m, warm) })
             .collect(),
         limits,
     };
@@ -146,7 +146,7 @@ fn through_client<'a>(c: &'a ByClient, rt: &'a Runtime, warm: &'a Cell<bool>) ->
         work: Work<'a>,
         limits: &'static [&'static str],
     ) -> Plan<'a> {
-        Plan { name, unit, runs: vec![Run { prepare, work }], limits }
+        Plan { name, unit, variants: vec![Variant { prepare, work }], limits }
     }
     let cold = || cold(warm, || rt.block_on(c.ensure_large()));
     vec![

@@ -1,4 +1,4 @@
-//! Random histories of storage servers that come, go and are cut off: all membership rules together.
+//! Random histories of storage servers that come, go and are cut off: all membership rules.
 
 use rand::{Rng, RngExt, SeedableRng, rngs::StdRng};
 
