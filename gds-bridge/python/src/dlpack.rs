@@ -74,9 +74,7 @@ pub fn read(capsule: &Bound<'_, PyAny>) -> PyResult<Seen> {
         } else if ffi::PyCapsule_IsValid(p, OLD.as_ptr()) == 1 {
             (&(*ffi::PyCapsule_GetPointer(p, OLD.as_ptr()).cast::<Managed>()).tensor, false)
         } else {
-            return Err(PyBufferError::new_err(
-                "__dlpack__ did not return a DLPack capsule",
-            ));
+            return Err(PyBufferError::new_err("__dlpack__ did not return a DLPack capsule"));
         }
     };
     let n = usize::try_from(tensor.ndim)

@@ -291,7 +291,10 @@ impl Bridge {
             .ok_or_else(|| PyValueError::new_err(format!("'{dtype}' is not a type")))?;
         let bits =
             shape.iter().try_fold(kind.bitsize(), |n, d| n.checked_mul(*d)).filter(|n| n % 8 == 0);
-        let len = bits.ok_or_else(|| PyValueError::new_err("the size is not a whole number of bytes"))? as u64 / 8;
+        let len = bits
+            .ok_or_else(|| PyValueError::new_err("the size is not a whole number of bytes"))?
+            as u64
+            / 8;
         Ok(Tensor::new(&Block::new(&self.device()?, len)?, 0, len, kind, shape))
     }
 

@@ -234,9 +234,9 @@ impl Given {
         }
         let bits = kind.map_or(usize::from(seen.bits), |k| k.bitsize());
         let len = seen.shape.iter().try_fold(bits, |n, d| n.checked_mul(*d)).filter(|n| n % 8 == 0);
-        let len = len
-            .ok_or_else(|| PyBufferError::new_err("the size of the tensor is not a whole number of bytes"))?
-            as u64
+        let len = len.ok_or_else(|| {
+            PyBufferError::new_err("the size of the tensor is not a whole number of bytes")
+        })? as u64
             / 8;
         let mut given = Given {
             address: seen.address,
