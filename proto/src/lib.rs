@@ -13,6 +13,7 @@ pub mod checksum;
 pub mod data;
 pub mod error;
 pub mod frame;
+pub mod health;
 pub mod ids;
 pub mod incarnation;
 pub mod ioctl;

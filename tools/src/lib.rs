@@ -12,6 +12,7 @@ mod config_check;
 mod dev;
 mod fsck;
 mod gds;
+mod health;
 mod lfs;
 mod lifeline;
 mod losses;
@@ -26,6 +27,7 @@ mod server_config;
 mod status;
 mod targets;
 mod upgrade;
+mod wait;
 
 use std::{ffi::OsString, path::Path, process::ExitCode};
 
@@ -73,8 +75,10 @@ enum Command {
     Upgrade(upgrade::Command),
     /// Print or write the clients' key file.
     ClientKey(client_key::ClientKeyArgs),
-    /// Show nodes, Raft, targets, chains and space.
+    /// Show whether the cluster is healthy and why not, its servers, targets, space and clients.
     Status(status::StatusArgs),
+    /// Wait until the cluster is healthy, or all its data has the copies that it should.
+    Wait(wait::WaitArgs),
     /// Measure the file system, and beside it the limits of this machine.
     Bench(strake_bench::cluster::BenchArgs),
     /// The mount with which `bench` measures the limit of FUSE.
@@ -130,6 +134,7 @@ pub fn main() -> ExitCode {
         Command::Upgrade(c) => upgrade::run(c),
         Command::ClientKey(a) => client_key::run(&a),
         Command::Status(a) => status::status(&a),
+        Command::Wait(a) => wait::wait(&a),
         Command::Bench(a) => bench::bench(&a),
         #[cfg(feature = "fuser")]
         Command::MemoryMount(a) => strake_bench::cluster::memory_mount(&a),

@@ -1,4 +1,4 @@
-//! `strake status`: which servers run, and whether the cluster is complete.
+//! `strake status`: whether the cluster is healthy, which servers run, and how full it is.
 
 use std::{
     path::{Path, PathBuf},
@@ -15,15 +15,18 @@ use strake_proto::{
     pb::ReplicaState,
 };
 use strake_term::{size, table};
+use tokio::task::JoinSet;
 
 use crate::{
     admin::{DIR, KEY_VARIABLE, ask, key_for},
     dev::Cluster,
-    targets::{percent, slow_json},
+    health::{self, Answer, Health, is_short},
+    targets::{percent, slow_json, unix_ms},
 };
 
+/// Which servers to ask.
 #[derive(Args)]
-pub struct StatusArgs {
+pub(crate) struct Servers {
     /// Folder of a local cluster (see `strake up`) [default: strake-cluster].
     #[arg(long)]
     dir: Option<PathBuf>,
@@ -34,49 +37,78 @@ pub struct StatusArgs {
     /// /etc/strake/cluster.key].
     #[arg(long, env = KEY_VARIABLE)]
     cluster_key: Option<PathBuf>,
+    /// Print the outcome as JSON.
     #[arg(long)]
-    json: bool,
-    /// Also list every chain.
+    pub json: bool,
+}
+
+#[derive(Args)]
+pub struct StatusArgs {
+    #[command(flatten)]
+    servers: Servers,
+    /// Also list every chain, and what each server has sent.
     #[arg(long, short)]
     verbose: bool,
 }
 
+/// What all servers answered, and what follows from it.
+pub(crate) struct Seen {
+    answers: Vec<Answer>,
+    behind: Vec<Behind>,
+    pub health: Health,
+}
+
+impl Servers {
+    /// The admin addresses, and the cluster key.
+    pub(crate) fn find(&self) -> Result<(Vec<String>, [u8; 32])> {
+        if self.admin.is_empty() {
+            let c = Cluster::open(self.dir.as_deref().unwrap_or(Path::new(DIR)))?;
+            Ok(([c.admin_mds(), c.admin_oss()].concat(), c.key()?))
+        } else {
+            Ok((self.admin.clone(), key_for(self.cluster_key.as_deref(), self.dir.as_deref())?))
+        }
+    }
+}
+
+impl Seen {
+    /// Asks all servers at once. `catch_up`: how long a metadata server that lacks something may
+    /// take to apply it.
+    pub(crate) async fn ask(addrs: &[String], key: &[u8; 32], catch_up: Duration) -> Seen {
+        let mut asked = JoinSet::new();
+        for (i, addr) in addrs.iter().cloned().enumerate() {
+            let key = *key;
+            asked.spawn(async move { (i, answer_of(addr, &key).await) });
+        }
+        let mut answers = asked.join_all().await;
+        answers.sort_by_key(|(i, _)| *i);
+        let answers: Vec<Answer> = answers.into_iter().map(|(_, a)| a).collect();
+        let behind = stay_behind(&answers, key, catch_up).await;
+        let health = Health::of(&answers, newest_map(&answers), &behind);
+        Seen { answers, behind, health }
+    }
+}
+
+async fn answer_of(addr: String, key: &[u8; 32]) -> Answer {
+    let before = unix_ms();
+    let reply = ask(&addr, key).await;
+    Answer { asked_ms: before.midpoint(unix_ms()), addr, reply }
+}
+
 pub fn status(args: &StatusArgs) -> Result<ExitCode> {
-    let (addrs, key) = if args.admin.is_empty() {
-        let c = Cluster::open(args.dir.as_deref().unwrap_or(Path::new(DIR)))?;
-        ([c.admin_mds(), c.admin_oss()].concat(), c.key()?)
+    let (addrs, key) = args.servers.find()?;
+    let seen = crate::run(1, async { Ok(Seen::ask(&addrs, &key, CATCH_UP).await) })?;
+    let (answers, map) = (&seen.answers, newest_map(&seen.answers));
+    if args.servers.json {
+        println!("{:#}", as_json(&seen, map));
     } else {
-        (args.admin.clone(), key_for(args.cluster_key.as_deref(), args.dir.as_deref())?)
-    };
-    let answers = crate::run(1, async {
-        let mut all = Vec::new();
-        for a in addrs {
-            let r = ask(&a, &key).await;
-            all.push((a, r));
-        }
-        Ok(all)
-    })?;
-    let map = newest_map(&answers);
-    let behind = crate::run(1, async { Ok(stay_behind(&answers, &key).await) })?;
-    if args.json {
-        println!("{:#}", as_json(&answers, map, &behind));
-    } else {
-        print_nodes(&answers);
-        behind.iter().for_each(|b| println!("note: {}", b.why()));
-        for (target, n) in without_good_copy(&answers) {
-            println!(
-                "note: target {target}: {n} chunks have no good copy; `strake scrub` names the files"
-            );
-        }
+        println!("{}", seen.health.text());
+        print_nodes(answers, args.verbose);
         if let Some(map) = map {
             print_map(map, args.verbose);
         }
-        print_sessions(&answers);
+        print_sessions(answers);
     }
-    Ok(ExitCode::from(match verdict(&answers, map) {
-        0 if !behind.is_empty() => 2,
-        v => v,
-    }))
+    Ok(ExitCode::from(seen.health.exit_status()))
 }
 
 /// A metadata server that has not applied what the leader had committed a moment before.
@@ -118,13 +150,13 @@ impl std::fmt::Display for Behind {
 }
 
 /// How long a member may take to apply what the leader had committed.
-const CATCH_UP: Duration = Duration::from_secs(3);
+pub(crate) const CATCH_UP: Duration = Duration::from_secs(3);
 
 /// Metadata servers that do not catch up with the leader's first answer.
-async fn stay_behind(answers: &Answers, key: &[u8; 32]) -> Vec<Behind> {
+async fn stay_behind(answers: &[Answer], key: &[u8; 32], catch_up: Duration) -> Vec<Behind> {
     let leads =
         |s: &&pb::StatusReply| s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0);
-    let known = || answers.iter().filter_map(|(a, r)| Some((a, r.as_ref().ok()?)));
+    let known = || answers.iter().filter_map(|a| Some((&a.addr, a.reply.as_ref().ok()?)));
     let Some(leader) = known().map(|(_, s)| s).find(leads) else { return Vec::new() };
     let mut late: Vec<String> = known()
         .filter(|(_, s)| !Behind::of(leader, &[(*s).clone()]).is_empty())
@@ -140,41 +172,19 @@ async fn stay_behind(answers: &Answers, key: &[u8; 32]) -> Vec<Behind> {
                 late.push(a);
             }
         }
-        if behind.is_empty() || start.elapsed() > CATCH_UP {
+        if behind.is_empty() || start.elapsed() > catch_up {
             return behind;
         }
         tokio::time::sleep(CATCH_UP / 30).await;
     }
 }
 
-/// The exit status. 0: in full service. 1: no server answered. 2: something is missing.
-fn verdict(answers: &Answers, map: Option<&pb::ClusterMap>) -> u8 {
-    let known: Vec<&pb::StatusReply> =
-        answers.iter().filter_map(|(_, r)| r.as_ref().ok()).collect();
-    if known.is_empty() {
-        return 1;
-    }
-    let rafts: Vec<&pb::RaftStatus> = known.iter().filter_map(|s| s.raft.as_ref()).collect();
-    // If the leader itself was not asked, the word of the others counts. Storage servers alone know
-    // no leader.
-    let confirmed = |id: u64| rafts.iter().find(|r| r.id == id).is_none_or(|r| r.leader == id);
-    let led = rafts.is_empty() || rafts.iter().any(|r| r.leader != 0 && confirmed(r.leader));
-    let whole = map.is_some_and(|m| !m.chains.is_empty() && is_whole(m));
-    let served = known.iter().all(|s| s.refused.is_empty());
-    let good = without_good_copy(answers).next().is_none();
-    if known.len() == answers.len() && led && whole && served && good { 0 } else { 2 }
+fn replies(answers: &[Answer]) -> impl Iterator<Item = &pb::StatusReply> {
+    answers.iter().filter_map(|a| a.reply.as_ref().ok())
 }
 
-/// Targets with chunks that have no good copy in sync, and the number of those chunks.
-fn without_good_copy(answers: &Answers) -> impl Iterator<Item = (u32, u64)> {
-    let targets = answers.iter().filter_map(|(_, r)| r.as_ref().ok()).flat_map(|s| &s.targets);
-    targets.filter(|t| t.lost > 0).map(|t| (t.id, t.lost))
-}
-
-type Answers = [(String, Result<pb::StatusReply>)];
-
-fn newest_map(answers: &Answers) -> Option<&pb::ClusterMap> {
-    answers.iter().filter_map(|(_, r)| r.as_ref().ok()?.map.as_ref()).max_by_key(|m| m.version)
+fn newest_map(answers: &[Answer]) -> Option<&pb::ClusterMap> {
+    replies(answers).filter_map(|s| s.map.as_ref()).max_by_key(|m| m.version)
 }
 
 /// Whether all replicas are in sync. Chains that an administrator gave up do not count; they are
@@ -183,17 +193,11 @@ fn is_whole(map: &pb::ClusterMap) -> bool {
     map.chains.iter().all(|c| c.lost || c.serving().count() == c.replicas.len())
 }
 
-/// Whether the chain takes no writes, because it has fewer copies in sync than the cluster
-/// requires.
-fn is_short(map: &pb::ClusterMap, c: &pb::Chain) -> bool {
-    !c.lost && c.serving().count() < c.preferred.len().min(map.min_copies as usize)
-}
-
-fn print_nodes(answers: &Answers) {
+fn print_nodes(answers: &[Answer], verbose: bool) {
     let head = ["NODE", "ROLE", "ADDRESS", "STATE", "TERM", "LEADER", "APPLIED", "VERSION", "UP"];
     let mut rows = vec![head.map(String::from).to_vec()];
-    for (addr, r) in answers {
-        rows.push(match r {
+    for Answer { addr, reply, .. } in answers {
+        rows.push(match reply {
             Err(e) => {
                 vec!["-".into(), "-".into(), addr.clone(), format!("unreachable ({})", e.message)]
             }
@@ -215,12 +219,17 @@ fn print_nodes(answers: &Answers) {
         });
     }
     print!("{}", table(&rows));
-    for (addr, r) in answers {
-        for n in r.iter().flat_map(|s| &s.notices) {
-            println!("note: {addr}: {n}");
+    for s in replies(answers) {
+        // Those with a code stand above, in the reasons.
+        let codes = s.notice_codes.iter().map(String::as_str).chain(std::iter::repeat(""));
+        for (n, _) in s.notices.iter().zip(codes).filter(|(_, code)| health::is_unknown(code)) {
+            println!("note: {}: {n}", s.name);
         }
     }
-    for s in answers.iter().filter_map(|(_, r)| r.as_ref().ok()) {
+    if !verbose {
+        return;
+    }
+    for s in replies(answers) {
         for r in s.transports.iter().filter(|r| r.sent + r.received > 0) {
             let (n, sent, received) = (r.connections, size(r.sent), size(r.received));
             println!(
@@ -229,11 +238,7 @@ fn print_nodes(answers: &Answers) {
             );
         }
     }
-    for s in answers
-        .iter()
-        .filter_map(|(_, r)| r.as_ref().ok())
-        .filter(|s| s.follower_reads + s.follower_refusals > 0)
-    {
+    for s in replies(answers).filter(|s| s.follower_reads + s.follower_refusals > 0) {
         let (told, sent) = (s.follower_reads, s.follower_refusals);
         println!("{}: {told} reads answered as a follower, {sent} sent to the leader", s.name);
     }
@@ -288,24 +293,11 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
         ]);
     }
     print!("{}", table(&rows));
-    let whole =
-        map.chains.iter().filter(|c| !c.lost && c.serving().count() == c.replicas.len()).count();
-    let lost = match map.chains.iter().filter(|c| c.lost).count() {
-        0 => String::new(),
-        n => format!(", {n} given up: `strake fsck` names the files that had stripes there"),
-    };
-    let (name, version, all) = (&map.fs_name, map.version, map.chains.len());
-    println!("\nfile system {name}, map version {version}: {whole} of {all} chains whole{lost}");
-    match map.chains.iter().filter(|c| is_short(map, c)).count() {
-        0 => (),
-        n => println!(
-            "{n} chains take no writes: fewer copies are in sync than min_copies = {} asks for",
-            map.min_copies
-        ),
+    println!("\nfile system {}, map version {}", map.fs_name, map.version);
+    if !verbose {
+        return;
     }
-    for c in
-        map.chains.iter().filter(|c| verbose || !c.lost && c.serving().count() < c.replicas.len())
-    {
+    for c in &map.chains {
         let replicas: Vec<String> =
             c.replicas.iter().map(|r| format!("{}:{}", r.target, state_name(r.state()))).collect();
         let lost = if c.lost { ", given up" } else { "" };
@@ -313,10 +305,12 @@ fn print_map(map: &pb::ClusterMap, verbose: bool) {
     }
 }
 
-fn print_sessions(answers: &Answers) {
-    let leader =
-        answers.iter().filter_map(|(_, r)| r.as_ref().ok()).find(|s| !s.sessions.is_empty());
-    let Some(s) = leader else { return };
+fn print_sessions(answers: &[Answer]) {
+    // Only the leader knows what its sessions do.
+    let knows = |s: &&pb::StatusReply| !s.sessions.is_empty();
+    let leads = |s: &&pb::StatusReply| s.raft.as_ref().is_some_and(|r| r.leader == r.id);
+    let leader = replies(answers).filter(knows).find(leads);
+    let Some(s) = leader.or_else(|| replies(answers).find(knows)) else { return };
     println!("\n{} inodes, {} orphans, {} files being deleted", s.inodes, s.orphans, s.gc_queue);
     if s.locks + s.lock_waits > 0 {
         println!("{} ranges locked, {} requests wait for a lock", s.locks, s.lock_waits);
@@ -348,14 +342,16 @@ fn times_json(t: &pb::DeviceTimes) -> Value {
     json!({ "reads": of(&t.reads), "changes": of(&t.changes), "stalled_ms": t.stalled_ms, "rotates": t.rotates })
 }
 
-fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>, behind: &[Behind]) -> Value {
-    let servers: Vec<Value> = answers
+fn as_json(seen: &Seen, map: Option<&pb::ClusterMap>) -> Value {
+    let servers: Vec<Value> = seen
+        .answers
         .iter()
-        .map(|(addr, r)| match r {
+        .map(|Answer { addr, reply, .. }| match reply {
             Err(e) => json!({ "admin": addr, "reachable": false, "error": e.message }),
             Ok(s) => json!({
                 "admin": addr, "reachable": true, "role": s.role, "node": s.node, "name": s.name, "version": s.version,
-                "pid": s.pid, "uptime_ms": s.uptime_ms, "notices": s.notices,
+                "pid": s.pid, "uptime_ms": s.uptime_ms, "unix_ms": s.unix_ms,
+                "notices": s.notices, "notice_codes": s.notice_codes,
                 "refused": s.refused.iter().map(|r| json!({ "path": r.path, "target": r.target, "why": r.why, "now": r.now }))
                     .collect::<Vec<_>>(),
                 "raft": s.raft.as_ref().map(|r| json!({
@@ -395,23 +391,17 @@ fn as_json(answers: &Answers, map: Option<&pb::ClusterMap>, behind: &[Behind]) -
             "pools": m.pools.iter().map(|p| json!({ "name": p.name, "targets": p.targets })).collect::<Vec<_>>(),
         })
     });
-    let behind: Vec<Value> = behind
+    let behind: Vec<Value> = seen
+        .behind
         .iter()
         .map(|b| json!({ "name": b.name, "applied": b.applied, "committed": b.committed }))
         .collect();
-    json!({ "servers": servers, "map": map, "behind": behind })
+    json!({ "health": seen.health.json(), "servers": servers, "map": map, "behind": behind })
 }
 
 #[cfg(test)]
 mod tests {
-    use strake_proto::{Code, Error};
-
     use super::*;
-
-    fn mds(id: u64, leader: u64) -> (String, Result<pb::StatusReply>) {
-        let raft = Some(pb::RaftStatus { id, leader, ..Default::default() });
-        (format!("m{id}"), Ok(pb::StatusReply { raft, ..Default::default() }))
-    }
 
     #[test]
     fn who_lacks_what_was_agreed_is_behind() {
@@ -431,41 +421,5 @@ mod tests {
         assert_eq!(behind.iter().map(|b| b.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
         assert!(behind[1].why().starts_with("c has applied entry 0 of 90 and does not catch up"));
         assert_eq!(Behind::of(&pb::StatusReply::default(), &all), []);
-    }
-
-    #[test]
-    fn exit_statuses() {
-        let silent = || ("x".to_string(), Err(Error::new(Code::Disconnected, "x")));
-        let oss = || ("o".to_string(), Ok(pb::StatusReply::default()));
-        let replica = pb::Replica { target: 1, state: ReplicaState::ReplicaServing as i32 };
-        let chain = pb::Chain { replicas: vec![replica], ..Default::default() };
-        let good = pb::ClusterMap { chains: vec![chain.clone()], ..Default::default() };
-        let mut lacking = good.clone();
-        lacking.chains[0].replicas[0].state = ReplicaState::ReplicaOffline as i32;
-        let empty = pb::ClusterMap::default();
-        let refusing =
-            pb::StatusReply { refused: vec![pb::RefusedTarget::default()], ..Default::default() };
-        let of_targets = |lost| pb::StatusReply {
-            targets: vec![pb::TargetStatus { id: 7, lost, ..Default::default() }],
-            ..Default::default()
-        };
-        for (answers, map, want) in [
-            (vec![], None, 1),
-            (vec![silent(), silent()], None, 1),
-            (vec![mds(1, 2), mds(2, 2), oss()], Some(&good), 0),
-            (vec![mds(1, 2)], Some(&good), 0),
-            (vec![oss()], Some(&good), 0),
-            (vec![("o".to_string(), Ok(refusing))], Some(&good), 2),
-            (vec![mds(1, 1), ("o".to_string(), Ok(of_targets(0)))], Some(&good), 0),
-            (vec![mds(1, 1), ("o".to_string(), Ok(of_targets(1)))], Some(&good), 2),
-            (vec![mds(1, 2), mds(2, 2), silent()], Some(&good), 2),
-            (vec![mds(1, 0), mds(2, 0), oss()], Some(&good), 2),
-            (vec![mds(1, 2), mds(2, 0)], Some(&good), 2),
-            (vec![mds(1, 1)], Some(&lacking), 2),
-            (vec![mds(1, 1)], Some(&empty), 2),
-            (vec![mds(1, 1)], None, 2),
-        ] {
-            assert_eq!(verdict(&answers, map), want, "{answers:?}");
-        }
     }
 }

@@ -156,7 +156,8 @@ pub(crate) fn act(
     })
 }
 
-fn unix_ms() -> u64 {
+/// The time by this machine's clock, in milliseconds since 1970.
+pub(crate) fn unix_ms() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
 

@@ -3,7 +3,10 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use strake_links::traffic;
-use strake_proto::pb;
+use strake_proto::{
+    health::{self, Notices},
+    pb,
+};
 
 use super::{followers::Followers, member::Member, membership::slow_targets};
 use crate::cluster::{recovery, slow::words};
@@ -14,26 +17,8 @@ const STATUS_LIMIT: usize = 10_000;
 pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply {
     let ns = &member.machine.namespace;
     let (header, map, now) = (ns.header(), member.map(), member.env.boot());
-    let mut notices = Vec::new();
-    if member.leading().is_err() {
-        notices
-            .push("not the leader: only the leader knows idle times and opens of sessions".into());
-    }
-    if member.disk_space.look().0 {
-        notices.push(
-            "the disk is almost full: nothing new is accepted here until there is space".into(),
-        );
-    }
-    notices.extend(damage_notices(member));
-    let awaited = recovery::all_awaited(&map.map);
-    if !awaited.is_empty() {
-        notices.push(format!(
-            "since the recovery {} chains wait to hear from targets {awaited:?}: start their servers, or see `strake mds give-up`",
-            map.map.doubts.len()
-        ));
-    }
     let slow = slow_targets(member);
-    notices.extend(slow_notices(&map.map, &slow));
+    let (notices, notice_codes) = notices(member, &map.map, &slow).split();
     let lead = member.lead.lock();
     let sessions = ns.sessions().into_iter().map(|(id, s)| pb::SessionStatus {
         id,
@@ -70,6 +55,8 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
         orphans: ns.backlog().orphans(STATUS_LIMIT).len() as u64,
         gc_queue: ns.backlog().gc_waiting(STATUS_LIMIT) as u64,
         notices,
+        notice_codes,
+        unix_ms: member.env.unix_ms(),
         transports: traffic::transports(member.links.fabric()),
         map: Some(map.map.clone()),
         locks: ns.locked_by(0),
@@ -79,30 +66,65 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
     }
 }
 
-/// What was wrong with this server's own state, and what is done about it.
-fn damage_notices(member: &Member) -> Vec<String> {
-    let raft = member.node.status();
-    let mut all = Vec::new();
-    match (raft.no_state, raft.damage.as_str()) {
-        (true, "") => all.push("waits for a copy of the metadata state from the leader".into()),
-        (true, why) => all.push(format!("its metadata state was damaged ({why}): it waits for a copy from the leader")),
-        (false, "") if raft.damages > 0 => all.push(format!(
-            "its metadata state was found damaged {} times since it started, and was copied again \
-             each time: check its disk",
-            raft.damages
-        )),
-        (false, "") => {}
-        (false, why) => all.push(format!(
-            "its metadata state is damaged ({why}), and no other member has one to copy: see docs/operations.md, 'Damaged metadata'"
-        )),
+/// What an administrator should know, with a code where something is wrong.
+fn notices(member: &Member, map: &pb::ClusterMap, slow: &[pb::SlowTarget]) -> Notices {
+    let mut all = Notices::default();
+    if member.disk_space.look().0 {
+        all.found(
+            health::METADATA_DISK_FULL,
+            "the disk is almost full: nothing new is accepted here until there is space",
+        );
     }
-    all.extend(member.set_aside.as_ref().map(|why| {
-        format!(
+    damage_notices(member, &mut all);
+    let awaited = recovery::all_awaited(map);
+    if !awaited.is_empty() {
+        let text = format!(
+            "since the recovery {} chains wait to hear from targets {awaited:?}: start their servers, or see `strake mds give-up`",
+            map.doubts.len()
+        );
+        all.found(health::RECOVERY_WAITS, text);
+    }
+    for text in slow_notices(map, slow) {
+        all.found(health::TARGET_SLOW, text);
+    }
+    all
+}
+
+/// What was wrong with this server's own state, and what is done about it.
+fn damage_notices(member: &Member, all: &mut Notices) {
+    let raft = member.node.status();
+    match (raft.no_state, raft.damage.as_str()) {
+        (true, "") => all.found(
+            health::MEMBER_COPYING,
+            "waits for a copy of the metadata state from the leader",
+        ),
+        (true, why) => all.found(
+            health::MEMBER_COPYING,
+            format!("its metadata state was damaged ({why}): it waits for a copy from the leader"),
+        ),
+        (false, "") if raft.damages > 0 => all.found(
+            health::MEMBER_REPAIRED,
+            format!(
+                "its metadata state was found damaged {} times since it started, and was copied \
+                 again each time: check its disk",
+                raft.damages
+            ),
+        ),
+        (false, "") => {}
+        (false, why) => all.found(
+            health::MEMBER_DAMAGED,
+            format!(
+                "its metadata state is damaged ({why}), and no other member has one to copy: see docs/operations.md, 'Damaged metadata'"
+            ),
+        ),
+    }
+    if let Some(why) = &member.set_aside {
+        let text = format!(
             "its metadata state was damaged when it started ({why}), was set aside and created \
              again: check its disk"
-        )
-    }));
-    all
+        );
+        all.found(health::MEMBER_REPAIRED, text);
+    }
 }
 
 /// Targets that are slow, and those that are drained because of that.

@@ -2,7 +2,11 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use strake_proto::{Error, TargetId, pb};
+use strake_proto::{
+    Error, TargetId,
+    health::{self, Notices},
+    pb,
+};
 
 use super::{node::Node, refused_targets, target::Target};
 
@@ -11,14 +15,19 @@ pub(super) fn status(node: &Node) -> pb::StatusReply {
     let ctx = &node.ctx;
     let lease_left_ms = node.lease.left().as_millis() as u64;
     let refused = refused(node);
-    let mut notices: Vec<String> = refused.iter().map(refused_targets::notice).collect();
+    let mut notices = Notices::default();
+    for r in &refused {
+        notices.found(health::TARGET_REFUSED, refused_targets::notice(r));
+    }
     for id in node.targets.emptied() {
-        notices.push(format!(
+        let text = format!(
             "target {id} had lost its chunk table when or before this server started; it came \
              back empty and is filled by a resync"
-        ));
+        );
+        notices.found(health::TARGET_EMPTIED, text);
     }
     node.targets.all().iter().for_each(|t| notices_of(node, t, &mut notices));
+    let (notices, notice_codes) = notices.split();
     pb::StatusReply {
         role: "oss".into(),
         node: ctx.id(),
@@ -28,6 +37,8 @@ pub(super) fn status(node: &Node) -> pb::StatusReply {
         uptime_ms: ctx.env.boot().saturating_sub(ctx.started).as_millis() as u64,
         map: Some(ctx.map.load().map.clone()),
         notices,
+        notice_codes,
+        unix_ms: ctx.env.unix_ms(),
         targets: node.targets.all().iter().map(|t| status_of(t, lease_left_ms)).collect(),
         transports: ctx.peers.transports(),
         refused,
@@ -60,44 +71,53 @@ fn status_of(t: &Target, lease_left_ms: u64) -> pb::TargetStatus {
 }
 
 /// What an administrator should know about a target that serves.
-fn notices_of(node: &Node, t: &Arc<Target>, notices: &mut Vec<String>) {
+fn notices_of(node: &Node, t: &Arc<Target>, notices: &mut Notices) {
     match t.unreadable().as_ref().map(Error::to_string) {
-        Some(why) => notices.push(format!(
-            "target {} has failed; it comes back empty when none of its data is needed: {why}",
-            t.id()
-        )),
-        None if t.failed() => notices.push(format!(
-            "target {} has failed; replace its device, then send SIGHUP to the server",
-            t.id()
-        )),
+        Some(why) => notices.found(
+            health::TARGET_FAILED,
+            format!(
+                "target {} has failed; it comes back empty when none of its data is needed: {why}",
+                t.id()
+            ),
+        ),
+        None if t.failed() => notices.found(
+            health::TARGET_FAILED,
+            format!(
+                "target {} has failed; replace its device, then send SIGHUP to the server",
+                t.id()
+            ),
+        ),
         None => {}
     }
     if t.lacks_space() {
-        notices.push(format!(
+        let text = format!(
             "target {} has left its chains, because its file system is full; make space there, \
              and it comes back by itself",
             t.id()
-        ));
+        );
+        notices.found(health::TARGET_LACKS_SPACE, text);
     }
     let lost = t.damage.counts().lost;
     if lost > 0 {
-        notices.push(format!(
+        let text = format!(
             "target {}: {lost} chunks have no good copy; see `strake scrub status`",
             t.id()
-        ));
+        );
+        notices.found(health::NO_GOOD_COPY, text);
     }
     for r in node.replicas.all().iter().filter(|r| r.replica.id == t.id()) {
         let kept = r.departure.kept();
         if kept > 0 {
-            notices.push(format!(
+            let text = format!(
                 "target {} has left chain {} and keeps {kept} chunks of it, which are damaged on replicas in sync; see `strake scrub status`",
                 t.id(),
                 r.replica.chain,
-            ));
+            );
+            notices.found(health::CHUNKS_KEPT, text);
         }
     }
     if !t.engine.device().direct() {
-        notices.push(format!(
+        notices.note(format!(
             "target {} runs without direct I/O, which its file system does not support",
             t.id()
         ));

@@ -320,7 +320,7 @@ fn a_cluster_comes_up_without_what_is_refused_and_says_so() {
     up_without(&["mds1 has applied entry ", "strake mds replace"]);
     whole("emptied");
     let status = String::from_utf8(c.on_cluster("status").stdout).unwrap();
-    assert!(status.contains("note: mds1 has applied entry "), "{status}");
+    assert!(status.contains("member-behind: mds1 has applied entry "), "{status}");
     // Without a majority there is nothing to mount.
     ok(&c.on_cluster("down"));
     fs::write(c.dir.join("mds2/identity"), "nonsense").unwrap();
