@@ -34,6 +34,8 @@ pub const MEMBERS: u16 = 0x0063;
 pub const PROBE: u16 = 0x0064;
 /// mds to the leading mds: up to where reads may be answered, see `docs/follower-reads.md`.
 pub const FRONTIER: u16 = 0x0065;
+/// From a holder of the cluster key to any server: its status.
+pub const STATUS: u16 = 0x0066;
 
 /// Within the transport, RDMA only: asks for memory for the payload of a reply, see `docs/rdma.md`.
 pub const ROOM: u16 = 0x0081;

@@ -19,10 +19,11 @@ const KEY: &str = "/etc/strake/cluster.key";
 /// Folder of a local cluster that is not named otherwise.
 pub const DIR: &str = "strake-cluster";
 
-/// The cluster key for servers that are given by address: from the given file, of a local cluster,
-/// or from the usual place.
+/// The cluster key for servers that are given by address: from the given file, from the one that
+/// the variable names, of a local cluster, or from the usual place.
 pub fn key_for(given: Option<&Path>, dir: Option<&Path>) -> Result<[u8; 32]> {
-    if let Some(path) = given {
+    let variable = std::env::var_os(KEY_VARIABLE).filter(|v| !v.is_empty());
+    if let Some(path) = given.or(variable.as_ref().map(Path::new)) {
         return config::read_key(path);
     }
     let of = |dir: &Path| Cluster::open(dir).and_then(|c| c.key());

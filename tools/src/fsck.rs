@@ -1,7 +1,7 @@
 //! `strake fsck`: cross-checks metadata and stored chunks while the file system is in use, with
 //! [`strake_fsck`].
 
-use std::{path::PathBuf, process::ExitCode, sync::Arc};
+use std::{process::ExitCode, sync::Arc};
 
 use clap::Args;
 use parking_lot::Mutex;
@@ -12,19 +12,15 @@ use strake_proto::Result;
 use strake_runtime::{ClientKey, Env};
 use strake_term::Progress;
 
-use crate::{config, dev::Cluster, mount};
+use crate::{
+    address::{Address, Place},
+    mount,
+};
 
 #[derive(Args)]
 pub struct FsckArgs {
-    /// Folder of a local cluster (see `strake up`).
-    #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["mds", "cluster_key"])]
-    dir: PathBuf,
-    /// Metadata servers, tcp:HOST:PORT, instead of a local cluster.
-    #[arg(long, value_delimiter = ',', requires = "cluster_key")]
-    mds: Vec<String>,
-    /// File with the cluster key.
-    #[arg(long)]
-    cluster_key: Option<PathBuf>,
+    #[command(flatten)]
+    address: Address,
     /// Also read every byte of every file and check its checksums.
     #[arg(long)]
     read_data: bool,
@@ -40,13 +36,7 @@ pub struct FsckArgs {
 }
 
 pub fn fsck(args: &FsckArgs) -> Result<ExitCode> {
-    let (mds, key) = match &args.cluster_key {
-        Some(path) => (args.mds.clone(), config::read_key(path)?),
-        None => {
-            let c = Cluster::open(&args.dir)?;
-            (c.mds_endpoints(), config::read_key(&c.cluster_key())?)
-        }
-    };
+    let Place { mds, key, .. } = args.address.find()?;
     crate::run(0, async {
         let identity = Identity::server(&key);
         let client = mount::connect(&mds, ClientKey::of(&key)).await?;

@@ -4,6 +4,7 @@
 #![cfg_attr(not(test), warn(clippy::unwrap_used, clippy::expect_used))]
 
 mod add_target;
+mod address;
 mod admin;
 mod bench;
 mod client_key;
@@ -24,6 +25,7 @@ mod pretend;
 mod scrub;
 mod serve;
 mod server_config;
+mod servers;
 mod status;
 mod targets;
 mod upgrade;

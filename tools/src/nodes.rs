@@ -88,7 +88,7 @@ pub(crate) fn targets_of(map: &MapView, names: &[String]) -> Result<Vec<TargetId
 }
 
 fn list(reach: &Reach) -> Result<ExitCode> {
-    let mut group = Group::new(reach)?;
+    let mut group = Group::to_list(reach)?;
     crate::run(1, async {
         let map = group.map().await?;
         group.done();

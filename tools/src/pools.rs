@@ -60,10 +60,10 @@ pub struct MembersArgs {
 
 pub fn run(command: Command) -> Result<ExitCode> {
     match command {
-        Command::List(a) => act(&a.reach, &[]),
-        Command::New(a) => act(&a.name.reach, &[change(&a.name.pool, NEW, a.target)]),
-        Command::Add(a) => act(&a.name.reach, &[change(&a.name.pool, ADD, a.target)]),
-        Command::Remove(a) => act(&a.name.reach, &[change(&a.name.pool, REMOVE, a.target)]),
+        Command::List(a) => act(Group::to_list(&a.reach)?, a.reach.json, &[]),
+        Command::New(a) => make_all(&a.name.reach, &[change(&a.name.pool, NEW, a.target)]),
+        Command::Add(a) => make_all(&a.name.reach, &[change(&a.name.pool, ADD, a.target)]),
+        Command::Remove(a) => make_all(&a.name.reach, &[change(&a.name.pool, REMOVE, a.target)]),
         Command::Destroy(a) => destroy(&a),
     }
 }
@@ -89,17 +89,20 @@ fn destroy(a: &NameArgs) -> Result<ExitCode> {
     if !members.is_empty() {
         steps.insert(0, change(&a.pool, REMOVE, members));
     }
-    act(&a.reach, &steps)
+    make_all(&a.reach, &steps)
+}
+
+fn make_all(reach: &Reach, steps: &[pb::PoolChange]) -> Result<ExitCode> {
+    act(Group::new(reach)?, reach.json, steps)
 }
 
 /// Makes the changes, then shows all pools.
-fn act(reach: &Reach, steps: &[pb::PoolChange]) -> Result<ExitCode> {
-    let mut group = Group::new(reach)?;
+fn act(mut group: Group, json: bool, steps: &[pb::PoolChange]) -> Result<ExitCode> {
     crate::run(1, async {
         let now = made(&mut group, steps).await;
         group.done();
         match now {
-            Ok(map) if reach.json => println!("{:#}", as_json(&map)),
+            Ok(map) if json => println!("{:#}", as_json(&map)),
             Ok(map) => print!("{}", rows(&map)),
             Err(e) if e.code == Code::TimedOut => {
                 eprintln!("strake: {e}; `strake pool list` shows what was done");

@@ -3,7 +3,6 @@
 
 use std::{
     collections::BTreeMap,
-    path::PathBuf,
     process::ExitCode,
     time::{Duration, SystemTime},
 };
@@ -15,7 +14,11 @@ use strake_proto::{Code, Error, Ino, Result, layout::StripeMap, pb};
 use strake_runtime::ClientKey;
 use strake_term::{Progress, size, span, table};
 
-use crate::{admin, dev::Cluster, mount};
+use crate::{
+    address::Address,
+    admin, mount,
+    servers::{Silent, storage_admin},
+};
 
 #[derive(Args)]
 pub struct ScrubArgs {
@@ -28,18 +31,12 @@ pub struct ScrubArgs {
     /// Show progress until no pass is running, then the status.
     #[arg(long)]
     wait: bool,
-    /// Folder of a local cluster (see `strake up`).
-    #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["admin", "mds"])]
-    dir: PathBuf,
-    /// Admin addresses of the storage servers, HOST:PORT, instead of a local cluster.
-    #[arg(long, value_delimiter = ',')]
+    #[command(flatten)]
+    address: Address,
+    /// Admin addresses of the storage servers, HOST:PORT, where no metadata server can be asked.
+    #[arg(long, value_delimiter = ',', conflicts_with = "dir")]
     admin: Vec<String>,
-    /// Metadata servers, tcp:HOST:PORT, to look up the paths of damaged files.
-    #[arg(long, value_delimiter = ',', requires = "admin")]
-    mds: Vec<String>,
-    /// File with the cluster key, for --admin [default: /etc/strake/cluster.key].
-    #[arg(long, env = admin::KEY_VARIABLE)]
-    cluster_key: Option<PathBuf>,
+    /// Print the outcome as JSON.
     #[arg(long)]
     json: bool,
 }
@@ -86,15 +83,10 @@ struct Place {
 type Places = BTreeMap<Ino, Result<Place>>;
 
 pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
-    let (addrs, mds, key) = if args.admin.is_empty() {
-        let c = Cluster::open(&args.dir)?;
-        (c.admin_oss(), c.mds_endpoints(), c.key()?)
-    } else {
-        (args.admin.clone(), args.mds.clone(), admin::key_for(args.cluster_key.as_deref(), None)?)
-    };
-    let servers = Servers { addrs, key };
-    let mds = (!mds.is_empty()).then(|| (mds, ClientKey::of(&key)));
     crate::run(1, async {
+        let (addrs, mut unknown, mds, key) = find(args).await?;
+        let servers = Servers { addrs, key };
+        let mds = (!mds.is_empty()).then(|| (mds, ClientKey::of(&key)));
         let action = match args.what {
             What::Status => 0,
             What::Start => 1,
@@ -108,6 +100,7 @@ pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
         if args.wait {
             answers = until_done(&servers, &args.target).await?;
         }
+        answers.silent.append(&mut unknown);
         let places = name(&answers, mds).await;
         if args.json {
             println!("{:#}", as_json(&answers, &places));
@@ -116,6 +109,17 @@ pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
         }
         Ok(ExitCode::from(verdict(&answers)))
     })
+}
+
+/// The storage servers' admin addresses, which of them are not known, metadata servers, and the key.
+async fn find(args: &ScrubArgs) -> Result<(Vec<String>, Silent, Vec<String>, [u8; 32])> {
+    if args.admin.is_empty() {
+        let place = args.address.find()?;
+        let (addrs, unknown) = storage_admin(&place).await?;
+        return Ok((addrs, unknown, place.mds, place.key));
+    }
+    let key = admin::key_for(args.address.cluster_key.as_deref(), None)?;
+    Ok((args.admin.clone(), Vec::new(), args.address.mds.clone(), key))
 }
 
 /// Known damage, in lines for people.

@@ -1,10 +1,6 @@
 //! `strake status`: whether the cluster is healthy, which servers run, and how full it is.
 
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-    time::Duration,
-};
+use std::{process::ExitCode, time::Duration};
 
 use clap::Args;
 use serde_json::{Value, json};
@@ -18,25 +14,21 @@ use strake_term::{size, table};
 use tokio::task::JoinSet;
 
 use crate::{
-    admin::{DIR, KEY_VARIABLE, ask, key_for},
-    dev::Cluster,
+    address::{Address, Place},
+    admin::{ask, key_for},
     health::{self, Answer, Health, is_short},
+    servers,
     targets::{percent, slow_json, unix_ms},
 };
 
 /// Which servers to ask.
 #[derive(Args)]
-pub(crate) struct Servers {
-    /// Folder of a local cluster (see `strake up`) [default: strake-cluster].
-    #[arg(long)]
-    dir: Option<PathBuf>,
-    /// Admin addresses of servers, HOST:PORT, instead of a local cluster.
-    #[arg(long, value_delimiter = ',')]
+pub(crate) struct ServerArgs {
+    #[command(flatten)]
+    address: Address,
+    /// Admin addresses of servers, HOST:PORT: asks these and no others.
+    #[arg(long, value_delimiter = ',', conflicts_with = "mds")]
     admin: Vec<String>,
-    /// File with the cluster key, for --admin [default: that of --dir, else
-    /// /etc/strake/cluster.key].
-    #[arg(long, env = KEY_VARIABLE)]
-    cluster_key: Option<PathBuf>,
     /// Print the outcome as JSON.
     #[arg(long)]
     pub json: bool,
@@ -45,7 +37,7 @@ pub(crate) struct Servers {
 #[derive(Args)]
 pub struct StatusArgs {
     #[command(flatten)]
-    servers: Servers,
+    servers: ServerArgs,
     /// Also list every chain, and what each server has sent.
     #[arg(long, short)]
     verbose: bool,
@@ -58,22 +50,34 @@ pub(crate) struct Seen {
     pub health: Health,
 }
 
-impl Servers {
-    /// The admin addresses, and the cluster key.
-    pub(crate) fn find(&self) -> Result<(Vec<String>, [u8; 32])> {
-        if self.admin.is_empty() {
-            let c = Cluster::open(self.dir.as_deref().unwrap_or(Path::new(DIR)))?;
-            Ok(([c.admin_mds(), c.admin_oss()].concat(), c.key()?))
-        } else {
-            Ok((self.admin.clone(), key_for(self.cluster_key.as_deref(), self.dir.as_deref())?))
+/// Servers that were found.
+pub(crate) enum Found {
+    /// By admin addresses, with the cluster key.
+    Admin(Vec<String>, [u8; 32]),
+    /// By metadata servers, which name the others.
+    Cluster(Place),
+}
+
+impl ServerArgs {
+    pub(crate) fn find(&self) -> Result<Found> {
+        if !self.admin.is_empty() {
+            let (key, dir) = (self.address.cluster_key.as_deref(), self.address.dir.as_deref());
+            return Ok(Found::Admin(self.admin.clone(), key_for(key, dir)?));
         }
+        let place = self.address.find()?;
+        Ok(match &place.local {
+            Some(c) => Found::Admin([c.admin_mds(), c.admin_oss()].concat(), place.key),
+            None => Found::Cluster(place),
+        })
     }
 }
 
-impl Seen {
-    /// Asks all servers at once. `catch_up`: how long a metadata server that lacks something may
-    /// take to apply it.
-    pub(crate) async fn ask(addrs: &[String], key: &[u8; 32], catch_up: Duration) -> Seen {
+impl Found {
+    async fn ask(&self) -> Result<Vec<Answer>> {
+        let (addrs, key) = match self {
+            Found::Cluster(place) => return servers::statuses(place).await,
+            Found::Admin(addrs, key) => (addrs, key),
+        };
         let mut asked = JoinSet::new();
         for (i, addr) in addrs.iter().cloned().enumerate() {
             let key = *key;
@@ -81,10 +85,18 @@ impl Seen {
         }
         let mut answers = asked.join_all().await;
         answers.sort_by_key(|(i, _)| *i);
-        let answers: Vec<Answer> = answers.into_iter().map(|(_, a)| a).collect();
-        let behind = stay_behind(&answers, key, catch_up).await;
+        Ok(answers.into_iter().map(|(_, a)| a).collect())
+    }
+}
+
+impl Seen {
+    /// Asks all servers at once. `catch_up`: how long a metadata server that lacks something may
+    /// take to apply it.
+    pub(crate) async fn ask(found: &Found, catch_up: Duration) -> Result<Seen> {
+        let answers = found.ask().await?;
+        let behind = stay_behind(&answers, found, catch_up).await?;
         let health = Health::of(&answers, newest_map(&answers), &behind);
-        Seen { answers, behind, health }
+        Ok(Seen { answers, behind, health })
     }
 }
 
@@ -95,8 +107,8 @@ async fn answer_of(addr: String, key: &[u8; 32]) -> Answer {
 }
 
 pub fn status(args: &StatusArgs) -> Result<ExitCode> {
-    let (addrs, key) = args.servers.find()?;
-    let seen = crate::run(1, async { Ok(Seen::ask(&addrs, &key, CATCH_UP).await) })?;
+    let found = args.servers.find()?;
+    let seen = crate::run(1, Seen::ask(&found, CATCH_UP))?;
     let (answers, map) = (&seen.answers, newest_map(&seen.answers));
     if args.servers.json {
         println!("{:#}", as_json(&seen, map));
@@ -153,30 +165,20 @@ impl std::fmt::Display for Behind {
 pub(crate) const CATCH_UP: Duration = Duration::from_secs(3);
 
 /// Metadata servers that do not catch up with the leader's first answer.
-async fn stay_behind(answers: &[Answer], key: &[u8; 32], catch_up: Duration) -> Vec<Behind> {
+async fn stay_behind(answers: &[Answer], found: &Found, catch_up: Duration) -> Result<Vec<Behind>> {
     let leads =
         |s: &&pb::StatusReply| s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0);
-    let known = || answers.iter().filter_map(|a| Some((&a.addr, a.reply.as_ref().ok()?)));
-    let Some(leader) = known().map(|(_, s)| s).find(leads) else { return Vec::new() };
-    let mut late: Vec<String> = known()
-        .filter(|(_, s)| !Behind::of(leader, &[(*s).clone()]).is_empty())
-        .map(|(a, _)| a.clone())
-        .collect();
-    let start = std::time::Instant::now();
-    loop {
-        let mut behind = Vec::new();
-        for a in std::mem::take(&mut late) {
-            let now = ask(&a, key).await.map_or_else(|_| Vec::new(), |s| Behind::of(leader, &[s]));
-            if let Some(b) = now.into_iter().next() {
-                behind.push(b);
-                late.push(a);
-            }
-        }
-        if behind.is_empty() || start.elapsed() > catch_up {
-            return behind;
-        }
+    let Some(leader) = replies(answers).find(leads) else { return Ok(Vec::new()) };
+    let behind = |answers: &[Answer]| {
+        let members: Vec<pb::StatusReply> = replies(answers).cloned().collect();
+        Behind::of(leader, &members)
+    };
+    let (start, mut late) = (std::time::Instant::now(), behind(answers));
+    while !late.is_empty() && start.elapsed() <= catch_up {
         tokio::time::sleep(CATCH_UP / 30).await;
+        late = behind(&found.ask().await?);
     }
+    Ok(late)
 }
 
 fn replies(answers: &[Answer]) -> impl Iterator<Item = &pb::StatusReply> {

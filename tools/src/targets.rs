@@ -27,10 +27,11 @@ use strake_term::{size, span, table};
 
 use crate::{
     add_target::{self, AddArgs},
-    dev::Cluster,
+    address::Place,
     losses,
     members::{Group, Reach, UNFINISHED, passes},
     scrub::{self, Damage},
+    servers::storage_admin,
 };
 use pb::members_request::Change;
 pub(crate) use strake_mds::cluster::moves::target_action::KEEP;
@@ -106,14 +107,16 @@ const SETTLED: Duration = Duration::from_secs(5);
 pub fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Add(a) => add_target::run(&a),
-        Command::List(a) => act(&a.reach, async |_| Ok(Vec::new())),
+        Command::List(a) => {
+            act_by(Group::to_list(&a.reach)?, a.reach.json, async |_| Ok(Vec::new()))
+        }
         Command::Wait(a) => act(&a.reach, wait),
         Command::Drain(a) => {
             let (ids, wait) = (a.targets.target, !a.no_wait);
             act(&a.targets.reach, async |g| drain(g, &ids, None, wait).await)
         }
-        Command::Keep(a) => act(&a.reach, async |g| keep(g, &a.reach, &a.target).await),
-        Command::GiveUp(a) => act(&a.reach, async |g| give_up(g, &a.reach, &a.target).await),
+        Command::Keep(a) => act(&a.reach, async |g| keep(g, &a.target).await),
+        Command::GiveUp(a) => act(&a.reach, async |g| give_up(g, &a.target).await),
         Command::Remove(a) => act(&a.reach, async |g| remove(g, &a.target).await),
         Command::Replace(a) => {
             act(&a.reach, async |g| drain(g, &[a.old], Some(a.new), !a.no_wait).await)
@@ -126,7 +129,14 @@ pub(crate) fn act(
     reach: &Reach,
     work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>,
 ) -> Result<ExitCode> {
-    let mut group = Group::new(reach)?;
+    act_by(Group::new(reach)?, reach.json, work)
+}
+
+fn act_by(
+    mut group: Group,
+    json: bool,
+    work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>,
+) -> Result<ExitCode> {
     crate::run(1, async {
         let outcome = work(&mut group).await;
         let now = match &outcome {
@@ -135,7 +145,7 @@ pub(crate) fn act(
         };
         group.done();
         match (outcome, now) {
-            (Ok(said), Some((map, slow))) if reach.json => {
+            (Ok(said), Some((map, slow))) if json => {
                 println!("{:#}", as_json(&map, &slow, &said))
             }
             (Ok(said), Some((map, slow))) => {
@@ -206,9 +216,9 @@ fn lost(map: &MapView) -> BTreeSet<ChainId> {
 }
 
 /// Gives targets up, and returns which files that costs.
-async fn give_up(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<String>> {
+async fn give_up(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
     let before = lost(&g.map().await?);
-    let damaged = without_good_copy(reach).await?;
+    let damaged = without_good_copy(&g.place).await?;
     let mut said = change_each(
         g,
         ids,
@@ -224,13 +234,13 @@ async fn give_up(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<S
              These files have lost their data on the others (EIO):",
             list(&new)
         ));
-        said.extend(files_on(reach, &new).await?);
+        said.extend(files_on(&g.place, &new).await);
     }
     Ok(said)
 }
 
 /// Keeps targets, and returns which files that brings back.
-async fn keep(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<String>> {
+async fn keep(g: &mut Group, ids: &[TargetId]) -> Result<Vec<String>> {
     let before = lost(&g.map().await?);
     let mut said = change_each(g, ids, KEEP, "stays").await?;
     let now = lost(&g.map().await?);
@@ -241,14 +251,13 @@ async fn keep(g: &mut Group, reach: &Reach, ids: &[TargetId]) -> Result<Vec<Stri
              truncated meanwhile come back, too:",
             list(&back)
         ));
-        said.extend(files_on(reach, &back).await?);
+        said.extend(files_on(&g.place, &back).await);
     }
     Ok(said)
 }
 
-async fn files_on(reach: &Reach, chains: &BTreeSet<ChainId>) -> Result<Vec<String>> {
-    let (mds, key) = reach.servers_and_key()?;
-    Ok(losses::files_on(&mds, ClientKey::of(&key), chains).await)
+async fn files_on(place: &Place, chains: &BTreeSet<ChainId>) -> Vec<String> {
+    losses::files_on(&place.mds, ClientKey::of(&place.key), chains).await
 }
 
 /// Messages about damage when a target is given up: each part only where there is some.
@@ -269,16 +278,12 @@ fn of_damage(damage: Damage) -> Vec<String> {
     said
 }
 
-/// The damaged files without a good copy among the targets that answer. Without the folder of a
-/// local cluster the addresses to ask are unknown, which is reported.
-async fn without_good_copy(reach: &Reach) -> Result<Damage> {
-    if reach.cluster_key.is_some() {
-        let unknown = vec!["  not asked: see `strake scrub status`".into()];
-        return Ok(Damage { unknown, ..Damage::default() });
-    }
-    let servers = Cluster::open(&reach.dir)?.admin_oss();
-    let (mds, key) = reach.servers_and_key()?;
-    Ok(scrub::without_good_copy(servers, mds, key).await)
+/// The damaged files without a good copy among the targets that answer.
+async fn without_good_copy(place: &Place) -> Result<Damage> {
+    let (servers, unknown) = storage_admin(place).await?;
+    let mut damage = scrub::without_good_copy(servers, place.mds.clone(), place.key).await;
+    damage.unknown.extend(unknown.iter().map(|(_, e)| format!("  {e}")));
+    Ok(damage)
 }
 
 fn list(chains: &BTreeSet<ChainId>) -> String {

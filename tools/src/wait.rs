@@ -12,7 +12,7 @@ use strake_term::{Progress, size, span};
 use crate::{
     health::Health,
     members::UNFINISHED,
-    status::{Seen, Servers},
+    status::{Seen, ServerArgs},
 };
 
 #[derive(Args)]
@@ -28,13 +28,13 @@ pub struct WaitArgs {
     #[arg(long, default_value_t = 3600, value_parser = clap::value_parser!(u64).range(1..=10_000_000))]
     timeout: u64,
     #[command(flatten)]
-    servers: Servers,
+    servers: ServerArgs,
 }
 
 const LOOK: Duration = Duration::from_millis(500);
 
 pub fn wait(args: &WaitArgs) -> Result<ExitCode> {
-    let (addrs, key) = args.servers.find()?;
+    let found = args.servers.find()?;
     let (start, limit) = (Instant::now(), Duration::from_secs(args.timeout));
     let is_done = |h: &Health| if args.healthy { h.reasons.is_empty() } else { h.is_redundant() };
     let mut progress = Progress::new();
@@ -42,7 +42,7 @@ pub fn wait(args: &WaitArgs) -> Result<ExitCode> {
         let mut first = None;
         loop {
             let left = limit.saturating_sub(start.elapsed());
-            let seen = Seen::ask(&addrs, &key, crate::status::CATCH_UP.min(left)).await;
+            let seen = Seen::ask(&found, crate::status::CATCH_UP.min(left)).await?;
             if is_done(&seen.health) || start.elapsed() >= limit {
                 let in_time = is_done(&seen.health);
                 return Ok((seen.health, in_time));

@@ -28,6 +28,7 @@ use super::{
     places::places,
     reads::Reads,
     session_service::SessionService,
+    status,
     wire::{at_most, decode, encode, few_numbers, misread, tag},
 };
 use crate::{
@@ -169,6 +170,7 @@ impl Mds {
             | opcode::MEMBERS
             | opcode::PROBE
             | opcode::FRONTIER
+            | opcode::STATUS
                 if peer.role != Role::Server =>
             {
                 return Err(self.refuse(peer, request.opcode));
@@ -182,7 +184,8 @@ impl Mds {
             | opcode::PLACES
             | opcode::MEMBERS
             | opcode::PROBE
-            | opcode::FRONTIER => self.answer_server(peer, request.opcode, body).await?,
+            | opcode::FRONTIER
+            | opcode::STATUS => self.answer_server(peer, request.opcode, body).await?,
             _ => self.answer_client(peer, request.opcode, body).await?,
         };
         if reply.len() > MAX_BODY as usize {
@@ -250,6 +253,7 @@ impl Mds {
             }
             opcode::MEMBERS => self.membership.members(decode(body)?).await,
             opcode::PROBE => self.membership.probed().await,
+            opcode::STATUS => Ok(status::encoded(&self.member, &self.followers)),
             opcode::FRONTIER => {
                 let r: pb::FrontierRequest = decode(body)?;
                 self.of_this_life(peer, r.incarnation)?;

@@ -2,8 +2,11 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
+use bytes::Bytes;
+use prost::Message as _;
 use strake_links::traffic;
 use strake_proto::{
+    frame::MAX_BODY,
     health::{self, Notices},
     pb,
 };
@@ -57,6 +60,7 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
         notices,
         notice_codes,
         unix_ms: member.env.unix_ms(),
+        admin: member.cfg.admin.map(|a| a.to_string()).unwrap_or_default(),
         transports: traffic::transports(member.links.fabric()),
         map: Some(map.map.clone()),
         locks: ns.locked_by(0),
@@ -64,6 +68,17 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
         follower_reads: followers.answered.load(Relaxed),
         follower_refusals: followers.refused.load(Relaxed),
     }
+}
+
+/// The status in a message. Without its sessions if it would be too long with them.
+pub(super) fn encoded(member: &Member, followers: &Followers) -> Bytes {
+    let mut s = status(member, followers);
+    if s.encoded_len() > MAX_BODY as usize {
+        s.notices.push(format!("{} sessions are not listed: too many", s.sessions.len()));
+        s.notice_codes.push(String::new());
+        s.sessions.clear();
+    }
+    s.encode_to_vec().into()
 }
 
 /// What an administrator should know, with a code where something is wrong.

@@ -3,6 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
+use prost::Message as _;
 use strake_fabric::{Buf, Message, Peer, Role, Service, Turn, unknown_opcode};
 use strake_links::{Relay, payloads};
 use strake_proto::{
@@ -24,6 +25,7 @@ use super::{
     links::{Forget, LIST_ONE, NO_CHUNK},
     node::{HEAVY, Node},
     replica::Replica,
+    status::status,
     target::Target,
     trim::goes_on,
     update_request::UpdateRequest,
@@ -111,6 +113,7 @@ fn is_server_only(op: u16) -> bool {
             | opcode::VOUCH
             | opcode::READ_COPY
             | opcode::LIST_CHUNKS
+            | opcode::STATUS
     )
 }
 
@@ -142,6 +145,9 @@ impl Service for OssService {
             opcode::ECHO => {
                 let answer = Message::new(opcode::ECHO, m.body).with_payload(m.payload);
                 return Ok(payloads::answer(opcode::ECHO, answer));
+            }
+            opcode::STATUS => {
+                return Ok(Message::new(m.opcode, status(&self.node).encode_to_vec()));
             }
             opcode::CLOCK => {
                 let clock = ctx.clock().ok_or_else(|| unknown_opcode(m.opcode))?;

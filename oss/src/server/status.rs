@@ -39,6 +39,7 @@ pub(super) fn status(node: &Node) -> pb::StatusReply {
         notices,
         notice_codes,
         unix_ms: ctx.env.unix_ms(),
+        admin: ctx.cfg.admin.map(|a| a.to_string()).unwrap_or_default(),
         targets: node.targets.all().iter().map(|t| status_of(t, lease_left_ms)).collect(),
         transports: ctx.peers.transports(),
         refused,

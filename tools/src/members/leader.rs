@@ -2,43 +2,40 @@
 
 use std::{
     collections::BTreeMap,
-    path::PathBuf,
     time::{Duration, Instant},
 };
 
 use clap::Args;
 use prost::Message as _;
-use strake_fabric::{Endpoint, Fabric, Identity, Message, Pool, Transports};
+use strake_fabric::{Endpoint, Message};
 use strake_links::LeaderFinder;
 use strake_proto::{Code, Error, Result, map::MapView, opcode, pb};
-use strake_runtime::Env;
 use strake_term::Progress;
 
-use crate::{config, dev::Cluster};
+use crate::{
+    address::{Address, Place},
+    servers::Servers,
+};
 use pb::members_request::Change;
 
 #[derive(Args)]
 pub(crate) struct Reach {
-    /// Folder of a local cluster (see `strake up`).
-    #[arg(long, default_value = "strake-cluster", conflicts_with_all = ["mds", "cluster_key"])]
-    pub dir: PathBuf,
-    /// Metadata servers, tcp:HOST:PORT, instead of a local cluster. Any members of the group will
-    /// do.
-    #[arg(long, value_delimiter = ',', requires = "cluster_key")]
-    mds: Vec<String>,
-    /// File with the cluster key.
-    #[arg(long, requires = "mds")]
-    pub cluster_key: Option<PathBuf>,
+    #[command(flatten)]
+    pub address: Address,
     /// Print the outcome as JSON.
     #[arg(long)]
     pub json: bool,
-    /// How long to wait for servers, and for new ones to catch up, in seconds.
-    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
-    timeout: u64,
+    /// How long to wait for servers, and for new ones to catch up, in seconds [default: 600, for
+    /// lists 10].
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    timeout: Option<u64>,
 }
 
 /// Time limit of one attempt at one server.
 const CALL: Duration = Duration::from_secs(5);
+/// How long a command waits where no time is given: one that changes something, and one that lists.
+const CHANGE: Duration = Duration::from_secs(600);
+const LIST: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(100);
 /// Number of servers that one attempt asks: each may name another leader.
 const HOPS: usize = 3;
@@ -47,7 +44,9 @@ pub(crate) const UNFINISHED: u8 = 2;
 
 /// The connection to the group's leader.
 pub(crate) struct Group {
-    fabric: Transports,
+    servers: Servers,
+    /// The cluster that it is a part of.
+    pub place: Place,
     pub(super) finder: LeaderFinder,
     pub(super) deadline: Instant,
     progress: Progress,
@@ -73,35 +72,26 @@ pub(super) fn address(text: &str) -> Result<Endpoint> {
     })
 }
 
-impl Reach {
-    /// The metadata servers, and the cluster key.
-    pub(crate) fn servers_and_key(&self) -> Result<(Vec<String>, [u8; 32])> {
-        match &self.cluster_key {
-            Some(path) => Ok((self.mds.clone(), config::read_key(path)?)),
-            None => {
-                let c = Cluster::open(&self.dir)?;
-                Ok((c.mds_endpoints(), config::read_key(&c.cluster_key())?))
-            }
-        }
-    }
-}
-
 impl Group {
+    /// For a command that changes something.
     pub fn new(reach: &Reach) -> Result<Group> {
-        let (mds, key) = reach.servers_and_key()?;
-        let mds = mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
-        let fabric = Transports::new(
-            Env::system(),
-            Identity::server(&key),
-            None,
-            Pool::default(),
-            Default::default(),
-        );
-        let deadline = Instant::now() + Duration::from_secs(reach.timeout);
+        Group::within(reach, CHANGE)
+    }
+
+    /// For a command that only lists.
+    pub fn to_list(reach: &Reach) -> Result<Group> {
+        Group::within(reach, LIST)
+    }
+
+    fn within(reach: &Reach, usual: Duration) -> Result<Group> {
+        let place = reach.address.find()?;
+        let mds = place.mds.iter().map(|m| address(m)).collect::<Result<Vec<Endpoint>>>()?;
+        let limit = reach.timeout.map_or(usual, Duration::from_secs);
         Ok(Group {
-            fabric,
+            servers: Servers::new(&place.key),
+            place,
             finder: LeaderFinder::new(mds),
-            deadline,
+            deadline: Instant::now() + limit,
             progress: Progress::new(),
             taught: BTreeMap::new(),
             asks_levels: false,
@@ -118,18 +108,7 @@ impl Group {
     }
 
     async fn call(&self, at: &Endpoint, message: Message) -> Result<bytes::Bytes> {
-        let ask = async {
-            let unreachable = |e: Error| match e.code {
-                Code::Unauthenticated => e.context("the key is not this cluster's cluster key"),
-                _ => Error::new(Code::Disconnected, e.message),
-            };
-            let conn = self.fabric.connect(at, None).await.map_err(unreachable)?;
-            let answer = conn.call(message, CALL).await;
-            conn.close();
-            answer.map(|m| m.body)
-        };
-        let answer = tokio::time::timeout(CALL, ask).await;
-        let answer = answer.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer")));
+        let answer = self.servers.call(at, message, CALL).await;
         answer.map_err(|e| e.context(format_args!("metadata server {at}")))
     }
 

@@ -35,8 +35,8 @@ impl Source {
     }
 }
 
-/// Adds the port.
-fn server(text: &str) -> Option<String> {
+/// Adds the port. `None`: this is no address.
+pub fn server(text: &str) -> Option<String> {
     let host = text.strip_prefix("tcp:").unwrap_or(text);
     let has_port = if host.starts_with('[') { host.contains("]:") } else { host.contains(':') };
     let whole = if has_port { host.to_string() } else { format!("{host}:{MDS_PORT}") };
