@@ -25,8 +25,6 @@ struct Report {
 pub(crate) struct Levels {
     servers: BTreeMap<NodeId, Report>,
     sessions: BTreeMap<SessionId, Report>,
-    /// Sessions that were evicted because their clients know too little, and what those know.
-    evicted: BTreeMap<SessionId, u32>,
 }
 
 fn told(now: Duration, r: Option<&Report>) -> (Option<u32>, Option<u64>) {
@@ -49,20 +47,10 @@ impl Levels {
         self.sessions.retain(|id, _| lives(*id));
     }
 
-    /// Sessions whose clients said that they know less. They are noted as evicted.
-    pub(crate) fn evict_below(&mut self, level: u32) -> Vec<SessionId> {
+    /// Sessions whose clients said that they know less, and what they know.
+    pub(crate) fn below(&self, level: u32) -> Vec<(SessionId, u32)> {
         let below = self.sessions.iter().filter(|(_, r)| r.knows < level);
-        let below: Vec<_> = below.map(|(id, r)| (*id, r.knows)).collect();
-        self.evicted.extend(below.iter().copied());
-        while self.evicted.len() > MOST_SESSIONS {
-            self.evicted.pop_first();
-        }
-        below.into_iter().map(|(id, _)| id).collect()
-    }
-
-    /// What the client of an evicted session knows, if that is why it was evicted.
-    pub(crate) fn why_evicted(&self, session: SessionId) -> Option<u32> {
-        self.evicted.get(&session).copied()
+        below.map(|(id, r)| (*id, r.knows)).collect()
     }
 
     /// All reports. Storage servers without targets do not count.
@@ -224,13 +212,12 @@ mod tests {
     }
 
     #[test]
-    fn evicted_sessions_are_told_why() {
+    fn sessions_that_know_less_are_found_until_they_end() {
         let mut l = all_know(1);
         l.heard_session(NOW, 8, 0);
-        assert_eq!(l.evict_below(1), [8]);
+        assert_eq!(l.below(1), [(8, 0)]);
         l.retain(|id| id != 8);
-        assert_eq!((l.why_evicted(8), l.why_evicted(7)), (Some(0), None));
-        assert!(l.evict_below(1).is_empty());
+        assert!(l.below(1).is_empty());
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod address;
 mod admin;
 mod bench;
 mod client_key;
+mod clients;
 mod config;
 mod config_check;
 mod dev;
@@ -69,6 +70,9 @@ enum Command {
     /// Drain and remove all targets of a storage server.
     #[command(subcommand)]
     Node(nodes::Command),
+    /// Show the clients that have the file system mounted, and end their sessions.
+    #[command(subcommand)]
+    Client(clients::Command),
     /// Create, fill and remove pools of targets.
     #[command(subcommand)]
     Pool(pools::Command),
@@ -132,6 +136,7 @@ pub fn main() -> ExitCode {
         Command::Down(a) => dev::down(&a),
         Command::Target(c) => targets::run(c),
         Command::Node(c) => nodes::run(c),
+        Command::Client(c) => clients::run(c),
         Command::Pool(c) => pools::run(c),
         Command::Upgrade(c) => upgrade::run(c),
         Command::ClientKey(a) => client_key::run(&a),

@@ -48,7 +48,7 @@ impl Servers {
     }
 
     /// A server's status, from the first of its endpoints that answers.
-    async fn status(&self, endpoints: &[Endpoint]) -> Result<pb::StatusReply> {
+    pub async fn status(&self, endpoints: &[Endpoint]) -> Result<pb::StatusReply> {
         let mut last = Error::new(Code::NoDev, "no endpoint is known");
         for at in endpoints {
             let request = Message::new(opcode::STATUS, pb::StatusRequest {}.encode_to_vec());

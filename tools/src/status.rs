@@ -16,6 +16,7 @@ use tokio::task::JoinSet;
 use crate::{
     address::{Address, Place},
     admin::{ask, key_for},
+    clients::session_json,
     health::{self, Answer, Health, is_short},
     servers,
     targets::{percent, slow_json, unix_ms},
@@ -366,9 +367,7 @@ fn as_json(seen: &Seen, map: Option<&pb::ClusterMap>) -> Value {
                 "transports": s.transports.iter().map(|r| json!({ "transport": r.transport, "connections": r.connections, "sent": r.sent,
                     "received": r.received })).collect::<Vec<_>>(),
                 "follower_reads": s.follower_reads, "follower_refusals": s.follower_refusals,
-                "sessions": s.sessions.iter().map(|c| json!({ "id": c.id, "hostname": c.hostname, "pid": c.pid,
-                    "version": c.version, "idle_ms": c.idle_ms, "opens": c.opens,
-                    "locks": c.locks })).collect::<Vec<_>>(),
+                "sessions": s.sessions.iter().map(session_json).collect::<Vec<_>>(),
                 "targets": s.targets.iter().map(|t| json!({ "id": t.id, "device": t.device, "capacity": t.capacity,
                     "used": t.used, "chunks": t.chunks, "direct_io": t.direct_io, "reads": t.reads, "writes": t.writes,
                     "read_bytes": t.read_bytes, "write_bytes": t.write_bytes, "checksum_errors": t.checksum_errors,

@@ -277,7 +277,7 @@ async fn server(mut i: Input<'_>) {
                 let (role, request) = request(&mut i, epoch);
                 let op = request.opcode;
                 if let Some(Ok(reply)) = net.ask(ME, role, request).await
-                    && op != opcode::ECHO
+                    && ![opcode::ECHO, opcode::STATUS].contains(&op)
                 {
                     DataReply::decode(&reply.body).expect("a reply of the data plane");
                 }

@@ -36,7 +36,7 @@ impl Admin for Shell {
         &self,
         _: Request<pb::StatusRequest>,
     ) -> Result<Response<pb::StatusReply>, Status> {
-        Ok(Response::new(status::status(&self.0.member, &self.0.followers)))
+        Ok(Response::new(status::status(&self.0)))
     }
 
     async fn scrub(

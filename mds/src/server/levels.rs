@@ -51,16 +51,25 @@ pub(super) async fn renewed(member: &Member, session: SessionId, knows: u32) -> 
 
 /// Evicts all sessions that are known to know less.
 async fn evict_below(member: &Member, level: u32) -> Result<()> {
-    let below = member.with_lead(|l| Ok(l.levels.evict_below(level)))?;
-    let lives = |id: &SessionId| member.machine.namespace.session(*id).is_some();
-    let below: Vec<SessionId> = below.into_iter().filter(lives).collect();
-    for batch in below.chunks(BATCH) {
-        tracing::warn!(sessions = ?batch, level, "sessions whose clients do not know the feature level are evicted");
-        let end = pb::SessionEnd { sessions: batch.to_vec(), evict: true };
-        member.propose(Command::SessionEnd(end)).await?;
+    let below = member.with_lead(|l| Ok(l.levels.below(level)))?;
+    let why = |knows| old_client(member, knows, Code::NoSession).message;
+    evict(member, below.into_iter().map(|(id, knows)| (id, why(knows))).collect()).await
+}
+
+/// Ends living sessions, each for a reason that its client is told.
+pub(super) async fn evict(member: &Member, mut those: Vec<(SessionId, String)>) -> Result<()> {
+    those.retain(|(id, _)| member.machine.namespace.session(*id).is_some());
+    for batch in those.chunks(BATCH) {
+        for (session, why) in batch {
+            tracing::warn!(session, why, "a session is evicted");
+        }
+        let sessions = batch.iter().map(|(id, _)| *id).collect();
+        member.propose(Command::SessionEnd(pb::SessionEnd { sessions, evict: true })).await?;
         let _ = member.with_lead(|l| {
-            batch.iter().for_each(|id| l.sessions.remove(*id));
-            batch.iter().for_each(|id| l.lock_waiters.remove(*id));
+            for (id, why) in batch {
+                l.sessions.evicted(*id, why.clone());
+                l.lock_waiters.remove(*id);
+            }
             Ok(())
         });
     }

@@ -7,7 +7,7 @@ use std::{sync::Arc, time::Duration};
 use bytes::Bytes;
 use prost::Message as _;
 use strake_fabric::{Endpoint, Message};
-use strake_proto::{Code, Error, Ino, Result, map::ROLE_MDS, opcode, pb};
+use strake_proto::{Code, Error, Ino, Result, SessionId, map::ROLE_MDS, opcode, pb};
 use tokio::time::timeout;
 
 use super::{levels, member::Member, wire::encode};
@@ -24,6 +24,8 @@ use pb::{log_command::Command, members_request::Change, repair::What};
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most pools of a cluster.
 const MOST_POOLS: usize = 256;
+/// Most sessions that one request ends.
+const MOST_EVICTED: usize = 1024;
 /// Most members that one step names.
 const MAX_STEP: usize = 16;
 
@@ -61,6 +63,7 @@ impl Membership {
             }
             Some(Change::Pool(p)) => self.change_pool(p).await?,
             Some(Change::Raise(r)) => levels::raise(&self.member, r).await?,
+            Some(Change::Evict(e)) => self.evict(e).await?,
             Some(Change::Repair(r)) => {
                 self.member.leading()?;
                 self.member.node.read_barrier().await?;
@@ -74,6 +77,18 @@ impl Membership {
         let leads = asks_levels && self.member.leading().is_ok();
         let levels = if leads { Some(levels::report(&self.member).await?) } else { None };
         Ok(encode(&pb::MembersReply { learner, levels, ..self.members_reply(&group) }))
+    }
+
+    /// Ends the sessions of clients that an administrator wants gone.
+    async fn evict(&self, e: pb::EvictRequest) -> Result<()> {
+        self.member.leading()?;
+        if e.sessions.len() > MOST_EVICTED {
+            return Err(inval(format!("at most {MOST_EVICTED} sessions at once")));
+        }
+        self.member.node.read_barrier().await?;
+        let why = |id: SessionId| format!("session {id} was evicted by an administrator");
+        let those = e.sessions.into_iter().map(|id| (id, why(id))).collect();
+        levels::evict(&self.member, those).await
     }
 
     /// Every client has the map, so the number of pools is limited to a sensible one. The request

@@ -41,6 +41,11 @@ impl SessionService {
         self.owners.lock().disconnected(peer.id);
     }
 
+    /// The machine that a session came from; empty if that is not known.
+    pub(super) fn machine_of(&self, session: SessionId) -> String {
+        self.owners.lock().machine(session).unwrap_or_default().to_string()
+    }
+
     /// Forgets the owners of sessions that have ended.
     pub(super) fn forget_ended(&self) {
         self.owners.lock().retain(|id| self.member.machine.namespace.session(id).is_some());
@@ -53,13 +58,13 @@ impl SessionService {
             if let Some(epoch) = l.sessions.heard(now, session)? {
                 return Ok(epoch);
             }
-            let gone = || match l.levels.why_evicted(session) {
-                Some(knows) => levels::old_client(&self.member, knows, Code::NoSession),
-                None => {
-                    Error::new(Code::NoSession, format!("session {session} has ended; mount again"))
-                }
+            let Some(record) = self.member.machine.namespace.session(session) else {
+                let m = match l.sessions.why(session) {
+                    Some(why) => why.to_string(),
+                    None => format!("session {session} has ended; mount again"),
+                };
+                return Err(Error::new(Code::NoSession, m));
             };
-            let record = self.member.machine.namespace.session(session).ok_or_else(gone)?;
             l.sessions.learn(now, session, record.epoch);
             Ok(record.epoch)
         })

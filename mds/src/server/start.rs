@@ -215,7 +215,7 @@ impl MdsServer {
 
     /// What `strake status` shows.
     pub fn status(&self) -> pb::StatusReply {
-        status::status(&self.mds.member, &self.mds.followers)
+        status::status(&self.mds)
     }
 
     /// Whether this server is the leader and serves clients.

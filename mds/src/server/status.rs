@@ -11,13 +11,14 @@ use strake_proto::{
     pb,
 };
 
-use super::{followers::Followers, member::Member, membership::slow_targets};
+use super::{member::Member, membership::slow_targets, service::Mds};
 use crate::cluster::{recovery, slow::words};
 
 /// Queues are counted up to this number.
 const STATUS_LIMIT: usize = 10_000;
 
-pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply {
+pub(super) fn status(mds: &Mds) -> pb::StatusReply {
+    let (member, followers) = (&mds.member, &mds.followers);
     let ns = &member.machine.namespace;
     let (header, map, now) = (ns.header(), member.map(), member.env.boot());
     let slow = slow_targets(member);
@@ -34,6 +35,7 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
             .map_or(0, |d| d.as_millis() as u64),
         opens: lead.as_ref().map_or(0, |l| l.sessions.opens_of(id) as u32),
         locks: ns.locked_by(id),
+        address: mds.sessions.machine_of(id),
     });
     let targets = map.map.targets.iter().map(|t| pb::TargetStatus {
         id: t.id,
@@ -71,8 +73,8 @@ pub(super) fn status(member: &Member, followers: &Followers) -> pb::StatusReply 
 }
 
 /// The status in a message. Without its sessions if it would be too long with them.
-pub(super) fn encoded(member: &Member, followers: &Followers) -> Bytes {
-    let mut s = status(member, followers);
+pub(super) fn encoded(mds: &Mds) -> Bytes {
+    let mut s = status(mds);
     if s.encoded_len() > MAX_BODY as usize {
         s.notices.push(format!("{} sessions are not listed: too many", s.sessions.len()));
         s.notice_codes.push(String::new());

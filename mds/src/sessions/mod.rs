@@ -23,6 +23,8 @@ pub(crate) const FREE_OPENS: usize = 128;
 /// For at most this many requests of a session with awaited answers it is known whether they were
 /// counted.
 const KEPT: usize = 4096;
+/// For at most this many evicted sessions it is known why.
+const KEPT_REASONS: usize = 1024;
 
 /// Requests of a session's connection whose opens and closes were counted. The network may deliver
 /// a copy of one, and a client that is told to ask again uses the same number.
@@ -70,6 +72,8 @@ pub(crate) struct Sessions {
     freeing: BTreeSet<Ino>,
     /// Orphans that no session had open, and since when that was seen.
     idle: BTreeMap<Ino, Duration>,
+    /// Why sessions were evicted, for those that ask with one of them.
+    why: BTreeMap<SessionId, String>,
 }
 
 fn gone(id: SessionId) -> Error {
@@ -166,6 +170,20 @@ impl Sessions {
                 self.unhold(*ino);
             }
         }
+    }
+
+    /// The session was evicted for this reason.
+    pub(crate) fn evicted(&mut self, id: SessionId, why: String) {
+        self.remove(id);
+        self.why.insert(id, why);
+        while self.why.len() > KEPT_REASONS {
+            self.why.pop_first();
+        }
+    }
+
+    /// Why a session was evicted, if that is known.
+    pub(crate) fn why(&self, id: SessionId) -> Option<&str> {
+        self.why.get(&id).map(String::as_str)
     }
 
     fn unhold(&mut self, ino: Ino) {

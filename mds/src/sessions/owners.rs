@@ -61,6 +61,11 @@ impl Owners {
         self.proved.get(&connection).is_some_and(|s| s.contains(&session))
     }
 
+    /// The machine for which a session counts.
+    pub(crate) fn machine(&self, session: SessionId) -> Option<&str> {
+        self.machines.get(&session).map(String::as_str)
+    }
+
     /// A connection has ended.
     pub(crate) fn disconnected(&mut self, connection: u64) {
         self.proved.remove(&connection);

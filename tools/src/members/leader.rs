@@ -131,6 +131,18 @@ impl Group {
         }
     }
 
+    /// The leader's status.
+    pub async fn leader_status(&mut self) -> Result<pb::StatusReply> {
+        loop {
+            self.ask(None).await?;
+            let Some(at) = self.finder.whom() else { continue };
+            match self.servers.status(&[at]).await {
+                Err(e) if passes(&e) => self.pause(&e.message).await?,
+                r => return r,
+            }
+        }
+    }
+
     /// One attempt at one server.
     pub(super) async fn try_at(
         &mut self,

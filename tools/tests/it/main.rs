@@ -17,6 +17,7 @@ mod followers;
 mod fsck;
 mod gds;
 mod gds_local;
+mod health;
 mod kill;
 mod lfs;
 mod local;

@@ -230,7 +230,7 @@ async fn what_cannot_be_is_refused_with_its_reason() {
     let at = w.leader().await;
     let body = pb::MembersRequest { change: Some(step(&[], &[leader % 3 + 1])), levels: false }
         .encode_to_vec();
-    for opcode in [opcode::MEMBERS, opcode::PROBE] {
+    for opcode in [opcode::MEMBERS, opcode::PROBE, opcode::STATUS] {
         let e = w.ask_at(at, Role::Client, opcode, body.clone().into()).await.unwrap_err();
         assert_eq!(e.code, Code::Access);
     }

@@ -72,6 +72,7 @@ async fn requests_without_right_are_refused() {
         opcode::SYNC_LIST,
         opcode::SYNC_PUT,
         opcode::LIST_CHUNKS,
+        opcode::STATUS,
     ] {
         assert_eq!(code(op, w.clone(), b"data").await, Some(Code::Access));
     }
