@@ -9,7 +9,10 @@ use strake_mds::cluster::state::pool_action::{ADD, DESTROY, NEW, REMOVE};
 use strake_proto::{Code, Error, Result, TargetId, map::MapView, pb};
 use strake_term::{size, table};
 
-use crate::members::{Group, Reach, UNFINISHED, passes};
+use crate::{
+    lfs::setstripe,
+    members::{Group, Reach, UNFINISHED, passes},
+};
 use pb::members_request::Change;
 
 #[derive(Subcommand)]
@@ -156,7 +159,22 @@ fn rows(map: &MapView) -> String {
             size(all),
         ]);
     }
-    table(&rows)
+    table(&rows) + &too_small(map)
+}
+
+/// Pools on fewer servers than files have copies.
+fn too_small(map: &MapView) -> String {
+    let copies = map.map.default_copies.max(1) as usize;
+    let servers = |p: &pb::Pool| setstripe::servers_of(&map.map, Some(p));
+    let small = map.map.pools.iter().filter(|p| !p.targets.is_empty() && servers(p) < copies);
+    small.fold(String::new(), |text, p| {
+        text + &format!(
+            "note: pool {} has targets on {} storage servers: files in it cannot have {copies} \
+             copies, which is the default\n",
+            p.name,
+            servers(p)
+        )
+    })
 }
 
 fn as_json(map: &MapView) -> Value {
@@ -189,6 +207,11 @@ mod tests {
         assert_eq!(lines[1], ["fast", "0,2", "2.0", "MiB", "8.0", "MiB"]);
         assert_eq!(lines[2][..2], ["empty", "-"]);
         assert_eq!(as_json(&map)["pools"][0]["capacity"], 8 << 20);
+        let mut two = map.map.clone();
+        two.default_copies = 2;
+        let said = rows(&MapView::new(two).unwrap());
+        assert!(said.contains("note: pool fast has targets on 1 storage servers"), "{said}");
+        assert!(!said.contains("pool empty has"), "{said}");
     }
 
     #[test]

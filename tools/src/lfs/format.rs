@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, fmt::Write as _};
 
 use strake_proto::{
-    Fid, Ino, Result, TargetId,
+    ChainId, Fid, Ino, Result, TargetId,
     ids::TARGET_UNASSIGNED,
     layout::{DEFAULT_STRIPE_SIZE, StripeMap},
     map::{ChainExt, MapView},
@@ -15,11 +15,13 @@ const MAGIC_V1: u32 = 0x0BD1_0BD0;
 const MAGIC_V3: u32 = 0x0BD3_0BD0;
 
 /// A stripe's object: the OST of its chain and the id of the file's bytes there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
     pub ost: u32,
     pub id: u64,
     pub group: u64,
+    /// The OSTs with copies of it, this one first. Copies that are still being made count.
+    pub copies: Vec<TargetId>,
 }
 
 /// A plain layout for printing: of a file, or of a directory's default (then without objects).
@@ -34,6 +36,8 @@ pub struct Plain {
     /// -1: chosen when a file is created.
     pub stripe_offset: i64,
     pub pool: String,
+    /// Copies of each stripe; 0: not set.
+    pub copies: u32,
     pub objects: Vec<Object>,
     pub directory: bool,
 }
@@ -53,6 +57,8 @@ pub struct Fields {
     pub fid: bool,
     pub yaml: bool,
     pub hex: bool,
+    /// How many copies there are, and where. Lustre's text has no such field.
+    pub copies: bool,
 }
 
 impl Fields {
@@ -69,6 +75,7 @@ impl Fields {
         fid: false,
         yaml: false,
         hex: false,
+        copies: false,
     };
 
     /// Whether exactly one field is set: then only its value is printed.
@@ -82,6 +89,7 @@ impl Fields {
             self.pool,
             self.objects,
             self.fid,
+            self.copies,
         ];
         on.iter().filter(|f| **f).count() == 1 && !self.objects && !self.detail
     }
@@ -96,7 +104,12 @@ impl Plain {
         let objects: Vec<Object> = stripes
             .chains
             .iter()
-            .map(|c| Object { ost: ost(c), id: stripes.data, group: 0 })
+            .map(|c| Object {
+                ost: ost(c),
+                id: stripes.data,
+                group: 0,
+                copies: map.chain(*c).map_or_else(Vec::new, copies_of),
+            })
             .collect();
         let distinct: BTreeSet<TargetId> = objects.iter().map(|o| o.ost).collect();
         Ok(Plain {
@@ -107,6 +120,7 @@ impl Plain {
             generation: layout.generation.saturating_sub(layout.drafts),
             stripe_offset: objects.first().map_or(-1, |o| i64::from(o.ost)),
             pool: c.pool.clone(),
+            copies: stripes.chains.first().map_or(0, |c| wanted(map, *c)),
             objects,
             directory: false,
         })
@@ -130,18 +144,23 @@ impl Plain {
             generation: 0,
             stripe_offset: start.map_or(-1, i64::from),
             pool: spec.pool.clone(),
+            copies: spec.copies,
             objects: Vec::new(),
             directory: true,
         }
     }
 
     /// The layout that a directory without a default of its own passes on.
-    pub fn of_effective(ino: Ino, layout: &pb::Layout) -> Plain {
+    pub fn of_effective(ino: Ino, layout: &pb::Layout, map: &MapView) -> Plain {
         let c = layout.components.first().cloned().unwrap_or_default();
         let count = c.set.as_ref().map_or(c.chains.len() as u32, |s| s.count).max(1);
         let spec = pb::LayoutSpec {
             stripe_size: c.stripe_size,
             stripe_count: i32::try_from(count).unwrap_or(-1),
+            copies: match &c.set {
+                Some(s) => map.set(s.set).map_or(0, |s| s.copies),
+                None => c.chains.first().map_or(0, |id| wanted(map, *id)),
+            },
             pool: c.pool,
             ..Default::default()
         };
@@ -159,6 +178,19 @@ impl Plain {
             self.stripe_offset.to_string()
         }
     }
+}
+
+/// How many copies a chain is to have.
+fn wanted(map: &MapView, chain: ChainId) -> u32 {
+    map.chain(chain).map_or(0, |c| c.preferred.len() as u32)
+}
+
+/// The OSTs with replicas of a chain, its own first.
+fn copies_of(c: &pb::Chain) -> Vec<TargetId> {
+    let own = c.ost_index();
+    let mut all: Vec<TargetId> = c.replicas.iter().map(|r| r.target).collect();
+    all.sort_by_key(|t| *t != own);
+    all
 }
 
 /// The whole text of one file or directory. `only` marks the objects on that OST.
@@ -190,6 +222,7 @@ pub fn layout(path: &str, p: &Plain, f: Fields, only: Option<TargetId>) -> Strin
     line(f.generation && !p.directory, "layout_gen:    ", p.generation.to_string());
     line(f.offset, "stripe_offset: ", p.offset(f.hex));
     line(f.pool && !p.pool.is_empty(), "pool:          ", p.pool.clone());
+    line(f.copies, "copies:        ", p.copies.to_string());
     if p.directory {
         // One line, fields separated by a blank.
         let joined: Vec<String> =
@@ -221,6 +254,8 @@ fn single(s: &mut String, p: &Plain, f: Fields) {
         p.offset(f.hex)
     } else if f.pool {
         p.pool.clone()
+    } else if f.copies {
+        p.copies.to_string()
     } else {
         p.fid.to_string()
     };
@@ -234,18 +269,27 @@ fn objects(s: &mut String, p: &Plain, f: Fields, only: Option<TargetId>) {
             let fid = object_fid(o);
             let _ = writeln!(s, "      - l_ost_idx: {}", o.ost);
             let _ = writeln!(s, "        l_fid:     {:#x}:{:#x}:{:#x}", fid.seq, fid.oid, fid.ver);
+            if f.copies {
+                let _ = writeln!(s, "        l_copies:  [{}]", list(&o.copies, ", "));
+            }
         }
         s.push('\n');
         return;
     }
-    s.push_str("\tobdidx\t\t objid\t\t objid\t\t group\n");
+    let copies = if f.copies { "\t copies" } else { "" };
+    let _ = writeln!(s, "\tobdidx\t\t objid\t\t objid\t\t group{copies}");
     for o in &p.objects {
         let index = if f.hex { format!("{:#6x}", o.ost) } else { format!("{:6}", o.ost) };
         let group = if o.group == 0 { format!("{:14}", 0) } else { format!("{:#14x}", o.group) };
         let mark = if only == Some(o.ost) { " *" } else { "" };
-        let _ = writeln!(s, "\t{index}\t{:14}\t{:#13x}\t{group}{mark}", o.id, o.id);
+        let copies = if f.copies { format!("\t {}", list(&o.copies, ",")) } else { String::new() };
+        let _ = writeln!(s, "\t{index}\t{:14}\t{:#13x}\t{group}{copies}{mark}", o.id, o.id);
     }
     s.push('\n');
+}
+
+fn list(targets: &[TargetId], between: &str) -> String {
+    targets.iter().map(TargetId::to_string).collect::<Vec<_>>().join(between)
 }
 
 /// An object's FID in Lustre's form for objects of group 0: the sequence contains the OST, the oid
@@ -271,7 +315,11 @@ mod tests {
             generation: 0,
             stripe_offset: offset,
             pool: pool.into(),
-            objects: objects.iter().map(|&(ost, id, group)| Object { ost, id, group }).collect(),
+            copies: 2,
+            objects: objects
+                .iter()
+                .map(|&(ost, id, group)| Object { ost, id, group, copies: vec![ost, 9] })
+                .collect(),
             directory: false,
         }
     }
@@ -368,8 +416,26 @@ mod tests {
         ] {
             assert_eq!(layout("f", &p, f, None), want, "{f:?}");
         }
+        assert_eq!(layout("f", &p, Fields { copies: true, ..none }, None), "2\n");
         let marked = layout("f", &p, Fields { objects: true, ..none }, Some(8));
         assert!(marked.contains("             9\t          0x9\t             0 *\n"), "{marked}");
+    }
+
+    #[test]
+    fn copies_are_shown_where_asked_for() {
+        let p = file(7, 65_536, "", &[(7, 9, 0), (8, 9, 0)]);
+        let f = Fields { copies: true, ..Fields::DEFAULT };
+        let plain = layout("f", &p, Fields::DEFAULT, None);
+        let text = layout("f", &p, f, None);
+        let head = "\tobdidx\t\t objid\t\t objid\t\t group\t copies\n\t     7\t";
+        assert!(text.contains("lmm_copies:        2\n") && text.contains(head), "{text}");
+        assert!(text.ends_with("\t             0\t 7,9\n\t     8\t             9\t          0x9\t             0\t 8,9\n\n"), "{text}");
+        assert!(!plain.contains("copies"), "{plain}");
+        let yaml = layout("f", &p, Fields { yaml: true, ..f }, None);
+        assert!(yaml.contains("        l_copies:  [8, 9]\n"), "{yaml}");
+        let spec = pb::LayoutSpec { copies: 3, ..Default::default() };
+        let dir = layout("d", &Plain::of_default(2, &spec, false), f, None);
+        assert!(dir.trim_end().ends_with("copies:        3"), "{dir}");
     }
 
     #[test]

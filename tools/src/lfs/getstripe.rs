@@ -17,7 +17,7 @@ use super::{
     fs as mount, targets,
 };
 
-pub const USAGE: &str = "lfs getstripe [-c] [-S] [-i] [-p] [-L] [-F] [-g] [-m] [-O OST] [-d] [-D] [-r] [-R] [-q] [-v] \
+pub const USAGE: &str = "lfs getstripe [-c] [-S] [-i] [-p] [-L] [-F] [-g] [-m] [-N] [--copies] [-O OST] [-d] [-D] [-r] [-R] [-q] [-v] \
                          [-y] [--hex-idx] [--no-follow] PATH...\n";
 
 const OPTIONS: &[Opt] = &[
@@ -40,6 +40,8 @@ const OPTIONS: &[Opt] = &[
     opt('q', "quiet", Nothing),
     opt('v', "verbose", Nothing),
     opt('y', "yaml", Nothing),
+    opt('N', "mirror-count", Nothing),
+    opt('\0', "copies", Nothing),
     opt('\0', "hex-idx", Nothing),
     opt('\0', "no-follow", Nothing),
     lacking('I', "component-id", Optional),
@@ -49,7 +51,6 @@ const OPTIONS: &[Opt] = &[
     lacking('\0', "component-flags", Optional),
     lacking('z', "extension-size", Optional),
     lacking('\0', "ext-size", Optional),
-    lacking('N', "mirror-count", Nothing),
     lacking('\0', "mirror-index", Value),
     lacking('\0', "mirror-id", Value),
 ];
@@ -115,9 +116,10 @@ pub fn show_all(
         detail: on(9),
         yaml: on(10),
         hex: on(11),
+        copies: on(14),
     };
     let file = Plain::of_file(ino, layout, map);
-    let all = [Plain::of_default(ino, spec, on(12)), Plain::of_effective(ino, layout)];
+    let all = [Plain::of_default(ino, spec, on(12)), Plain::of_effective(ino, layout, map)];
     all.into_iter()
         .chain(file)
         .map(|p| format::layout("path", &p, f, on(13).then_some(0)))
@@ -133,6 +135,7 @@ fn job(p: &Parsed) -> Result<Job, Failure> {
         offset: p.has("stripe-index"),
         pool: p.has("pool"),
         fid: p.has("fid"),
+        copies: p.has("mirror-count"),
         ..Fields::default()
     };
     let beside =
@@ -155,6 +158,7 @@ fn job(p: &Parsed) -> Result<Job, Failure> {
         Fields::DEFAULT
     };
     fields.path = depth > 0;
+    fields.copies |= p.has("copies");
     fields.yaml = p.has("yaml");
     fields.hex = p.has("hex-idx");
     Ok(Job {
@@ -206,7 +210,7 @@ impl Job {
         } else if meta.is_dir() {
             let real = path.canonicalize().map_err(failed)?;
             if self.only.is_none() {
-                let plain = self.directory(&real, meta.ino())?;
+                let plain = self.directory(&real, meta.ino(), map)?;
                 out.print(&format::layout(&shown, &plain, self.fields, None));
             }
         }
@@ -216,11 +220,18 @@ impl Job {
         Ok(())
     }
 
-    fn directory(&self, path: &Path, ino: u64) -> Result<Plain, Failure> {
+    fn directory(&self, path: &Path, ino: u64, map: &MapView) -> Result<Plain, Failure> {
+        let inherited = || Ok(Plain::of_effective(ino, &mount::effective(path)?, map));
         Ok(match mount::default_layout(path)? {
-            Some(spec) => Plain::of_default(ino, &spec, self.raw),
+            Some(spec) => {
+                let mut own = Plain::of_default(ino, &spec, self.raw);
+                if own.copies == 0 && self.fields.copies && !self.raw {
+                    own.copies = inherited()?.copies;
+                }
+                own
+            }
             None if self.raw => Plain::of_default(ino, &Default::default(), true),
-            None => Plain::of_effective(ino, &mount::effective(path)?),
+            None => inherited()?,
         })
     }
 
@@ -270,6 +281,9 @@ mod tests {
         assert!(job_of(&["--yaml", "f"]).fields.yaml);
         assert!(job_of(&["--ost", "1", "f"]).fields.objects);
         assert!(job_of(&["-m", "-r", "f"]).mdt_index);
+        assert!(job_of(&["-N", "f"]).fields.single());
+        let all = Fields { copies: true, ..Fields::DEFAULT };
+        assert_eq!((job_of(&["--copies", "f"]).fields, job_of(&["--copies", "f"]).depth), (all, 1));
         for other in ["-c", "-S", "-v", "-q", "-y", "-O1"] {
             let p = parse("getstripe", OPTIONS, ["-m", other, "f"].map(OsString::from).to_vec())
                 .unwrap();

@@ -15,7 +15,7 @@ mod fs;
 mod getstripe;
 mod path;
 mod seal;
-mod setstripe;
+pub(crate) mod setstripe;
 mod sums;
 mod targets;
 mod verify;

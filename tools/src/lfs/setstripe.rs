@@ -1,11 +1,12 @@
 //! `lfs setstripe`.
 
-use std::{ffi::OsString, os::unix::fs::FileTypeExt, path::Path};
+use std::{collections::BTreeSet, ffi::OsString, os::unix::fs::FileTypeExt, path::Path};
 
 use rustix::{
     fs::{CWD, FileType, Mode, mknodat, unlink},
     io::Errno,
 };
+use strake_mds::cluster::state::MAX_COPIES;
 use strake_proto::{
     layout::{MAX_STRIPES, STRIPE_UNIT},
     map::MapView,
@@ -18,7 +19,8 @@ use super::{
     fs as mount,
 };
 
-pub const USAGE: &str = "lfs setstripe [-c COUNT] [-C COUNT] [-S SIZE] [-i OST] [-o OST,...] [-p POOL] [-L raid0] PATH...\n\
+pub const USAGE: &str = "lfs setstripe [-c COUNT] [-C COUNT] [-S SIZE] [-i OST] [-o OST,...] [-p POOL] [-L raid0]\n\
+                         \x20                   [--copies N | -N N] PATH...\n\
                          \x20      lfs setstripe -d DIRECTORY...\n";
 
 const OPTIONS: &[Opt] = &[
@@ -35,11 +37,12 @@ const OPTIONS: &[Opt] = &[
     opt('p', "pool", Value),
     opt('d', "delete", Nothing),
     opt('L', "layout", Value),
+    opt('\0', "copies", Value),
+    opt('N', "mirror-count", Optional),
     lacking('E', "component-end", Value),
     lacking('z', "extension-size", Value),
     lacking('\0', "ext-size", Value),
     lacking('I', "component-id", Value),
-    lacking('N', "mirror-count", Optional),
     lacking('\0', "component-add", Nothing),
     lacking('\0', "component-del", Nothing),
     lacking('\0', "component-set", Nothing),
@@ -188,7 +191,26 @@ fn there(map: &MapView, spec: &pb::LayoutSpec) -> Result<(), Failure> {
             m.fs_name, pool.name
         )));
     }
+    // What is inherited may be another number, but rarely is.
+    let copies = if spec.copies == 0 { m.default_copies.max(1) } else { spec.copies };
+    let servers = servers_of(m, pool);
+    if (pool.is_some() || spec.copies != 0) && servers < copies as usize {
+        let of = pool.map_or_else(
+            || "the file system has".to_string(),
+            |p| format!("pool '{}.{}' has", m.fs_name, p.name),
+        );
+        return Err(Failure::invalid(format!(
+            "{of} targets on {servers} storage servers, and {copies} copies need as many: add \
+             targets of others, or ask for fewer by --copies"
+        )));
+    }
     Ok(())
+}
+
+/// The number of storage servers with targets, of a pool or of all.
+pub fn servers_of(map: &pb::ClusterMap, pool: Option<&pb::Pool>) -> usize {
+    let among = |t: &&pb::Target| pool.is_none_or(|p| p.targets.contains(&t.id)) && !t.given_up;
+    map.targets.iter().filter(among).map(|t| t.node).collect::<BTreeSet<_>>().len()
 }
 
 /// The layout that the options give.
@@ -230,7 +252,27 @@ fn spec(p: &Parsed) -> Result<pb::LayoutSpec, Failure> {
     if let Some(pool) = p.text("pool") {
         s.pool = pool_name(&pool)?;
     }
+    s.copies = copies(p)?;
     Ok(s)
+}
+
+/// Copies of each stripe; 0: as inherited. Lustre's mirrors of one layout are the same.
+fn copies(p: &Parsed) -> Result<u32, Failure> {
+    let given = p.options.iter().filter(|(id, _)| ["copies", "mirror-count"].contains(id));
+    let all: Vec<_> = given.map(|(_, v)| v.as_deref().unwrap_or("1".as_ref())).collect();
+    match &all[..] {
+        [] => Ok(0),
+        [one] => {
+            let text = one.to_string_lossy();
+            let n = text.parse().ok().filter(|n| (1..=MAX_COPIES as u32).contains(n));
+            n.ok_or_else(|| {
+                Failure::invalid(format!("invalid number of copies '{text}': 1 to {MAX_COPIES}"))
+            })
+        }
+        _ => Err(Failure::invalid(
+            "the number of copies is given once; mirrors with different layouts are not supported",
+        )),
+    }
 }
 
 /// An explicit list: the count must match, and a start index rotates the list so that it begins

@@ -1,6 +1,7 @@
 //! Data moves between targets under a mount in use: `strake target` and `strake node`.
 
 use std::{
+    collections::BTreeSet,
     fs,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
@@ -414,6 +415,21 @@ fn pools_keep_files_within_and_are_managed_by_command() {
     fs::create_dir(&d).unwrap();
     let lfs = |args: &[&str]| strake().arg("lfs").args(args).arg(&d).output().unwrap();
     ok(&lfs(&["setstripe", "-p", "fast"]));
+    assert_eq!(ok(&lfs(&["getstripe", "-N"])), "2\n", "as the file system says");
+    refused(&lfs(&["setstripe", "-p", "fast", "--copies=3"]), &["2 storage servers", "3 copies"]);
+    refused(&lfs(&["setstripe", "--copies=4"]), &["invalid number of copies '4'"]);
+    let three = c.mnt().join("three");
+    fs::create_dir(&three).unwrap();
+    let lfs3 = |args: &[&str], at: &Path| strake().arg("lfs").args(args).arg(at).output().unwrap();
+    ok(&lfs3(&["setstripe", "-N3"], &three));
+    fs::write(three.join("f"), b"three times").unwrap();
+    for at in [&three, &three.join("f")] {
+        assert_eq!(ok(&lfs3(&["getstripe", "-N"], at)), "3\n");
+    }
+    let shown = ok(&lfs3(&["getstripe", "--copies"], &three.join("f")));
+    let (_, copies) = shown.trim_end().rsplit_once("\t ").unwrap();
+    let copies: BTreeSet<&str> = copies.split(',').collect();
+    assert_eq!(copies, BTreeSet::from(["0", "1", "2"]), "{shown}");
     let before: Vec<u64> = c.targets().iter().map(|t| t["used"].as_u64().unwrap()).collect();
     (0..20).for_each(|i| fs::write(d.join(format!("f{i}")), pattern(i, 1 << 20)).unwrap());
     // Two copies of each, all of them in the pool.
