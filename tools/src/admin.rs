@@ -15,7 +15,7 @@ const MAX_STATUS: usize = 64 << 20;
 /// Environment variable that names the cluster key file.
 pub const KEY_VARIABLE: &str = "STRAKE_CLUSTER_KEY";
 /// Where servers usually have the key file.
-const KEY: &str = "/etc/strake/cluster.key";
+pub const KEY: &str = "/etc/strake/cluster.key";
 /// Folder of a local cluster that is not named otherwise.
 pub const DIR: &str = "strake-cluster";
 

@@ -147,7 +147,8 @@ pub fn write_client_key(path: &Path, key: &ClientKey) -> Result<bool> {
     renewed.map(|()| true)
 }
 
-fn write_private(path: &Path, text: &str) -> Result<()> {
+/// Writes a file that must not exist. Only its owner may read it.
+pub fn write_private(path: &Path, text: &str) -> Result<()> {
     use std::{io::Write, os::unix::fs::OpenOptionsExt};
     let mut f = fs::OpenOptions::new()
         .write(true)

@@ -7,7 +7,6 @@ mod add_target;
 mod address;
 mod admin;
 mod bench;
-mod client_key;
 mod clients;
 mod config;
 mod config_check;
@@ -15,6 +14,8 @@ mod dev;
 mod fsck;
 mod gds;
 mod health;
+mod init;
+mod key;
 mod lfs;
 mod lifeline;
 mod losses;
@@ -79,8 +80,14 @@ enum Command {
     /// Raise the feature level of a cluster once all its members run a newer version.
     #[command(subcommand)]
     Upgrade(upgrade::Command),
-    /// Print or write the clients' key file.
-    ClientKey(client_key::ClientKeyArgs),
+    /// Write the keys and the configuration files of one host of a new cluster.
+    Init(init::InitArgs),
+    /// Make the cluster key and the clients' key file.
+    #[command(subcommand)]
+    Key(key::Command),
+    /// As `key client`.
+    #[command(hide = true)]
+    ClientKey(key::ClientArgs),
     /// Show whether the cluster is healthy and why not, its servers, targets, space and clients.
     Status(status::StatusArgs),
     /// Wait until the cluster is healthy, or all its data has the copies that it should.
@@ -139,7 +146,9 @@ pub fn main() -> ExitCode {
         Command::Client(c) => clients::run(c),
         Command::Pool(c) => pools::run(c),
         Command::Upgrade(c) => upgrade::run(c),
-        Command::ClientKey(a) => client_key::run(&a),
+        Command::Init(a) => init::init(&a),
+        Command::Key(c) => key::run(&c),
+        Command::ClientKey(a) => key::client(&a),
         Command::Status(a) => status::status(&a),
         Command::Wait(a) => wait::wait(&a),
         Command::Bench(a) => bench::bench(&a),

@@ -352,7 +352,7 @@ fn no_server(why: &str) -> Error {
     let m = format!(
         "the listener knows this cluster's client key, but did not prove to be a server of it: \
          {why}. It may be an impostor that listens at this address. If it is an older version, \
-         upgrade it; otherwise renew the key file (`strake client-key`)"
+         upgrade it; otherwise renew the key file (`strake key client`)"
     );
     Error::new(Code::Unauthenticated, m)
 }

@@ -370,7 +370,7 @@ pub fn mount(args: &MountArgs, argv: Vec<OsString>) -> Result<ExitCode> {
     if key.servers.is_none() && socket.is_none() {
         tracing::warn!(
             "key file {}: lacks its second line, so a client that poses as a server is not \
-             detected. Print a new key file on a server: `strake client-key --cluster-key FILE`",
+             detected. Print a new key file on a server: `strake key client --cluster-key FILE`",
             file.client_key.display()
         );
     }

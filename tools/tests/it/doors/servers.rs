@@ -92,7 +92,7 @@ fn servers_are_told_from_clients_that_pose_as_one() {
     // Without the public half the client cannot detect the imposter. It warns once and says what to
     // do.
     let out = mount(&false_one, &old).output().unwrap();
-    refused(&out, &["lacks its second line", "strake client-key"]);
+    refused(&out, &["lacks its second line", "strake key client"]);
     assert!(imposter.0.load(SeqCst) > 0, "{}", text(&out.stderr));
 
     // Beside a true server the imposter does not delay the mount.
