@@ -96,31 +96,108 @@ type Run = fn(Vec<OsString>, &mut Output) -> Result<(), Failure>;
 
 struct Command {
     name: &'static str,
+    about: &'static str,
     usage: &'static str,
     run: Run,
 }
 
 const COMMANDS: &[Command] = &[
-    Command { name: "setstripe", usage: setstripe::USAGE, run: setstripe::run },
-    Command { name: "getstripe", usage: getstripe::USAGE, run: getstripe::run },
-    Command { name: "setdirstripe", usage: dirs::MKDIR_USAGE, run: dirs::mkdir },
-    Command { name: "getdirstripe", usage: dirs::GET_USAGE, run: dirs::getdirstripe },
-    Command { name: "mkdir", usage: dirs::MKDIR_USAGE, run: dirs::mkdir },
-    Command { name: "pool_list", usage: targets::POOL_USAGE, run: targets::pool_list },
-    Command { name: "check", usage: targets::CHECK_USAGE, run: targets::check },
-    Command { name: "osts", usage: "lfs osts [PATH]\n", run: targets::osts },
-    Command { name: "mdts", usage: "lfs mdts [PATH]\n", run: targets::mdts },
-    Command { name: "df", usage: df::USAGE, run: df::run },
-    Command { name: "path2fid", usage: "lfs path2fid [--parents] PATH...\n", run: fids::path2fid },
+    Command {
+        name: "setstripe",
+        about: "Set how a new file, or new files of a directory, are striped and copied.",
+        usage: setstripe::USAGE,
+        run: setstripe::run,
+    },
+    Command {
+        name: "getstripe",
+        about: "Show how files are striped, and where their stripes are.",
+        usage: getstripe::USAGE,
+        run: getstripe::run,
+    },
+    Command {
+        name: "setdirstripe",
+        about: "Make a directory (as mkdir).",
+        usage: dirs::MKDIR_USAGE,
+        run: dirs::mkdir,
+    },
+    Command {
+        name: "getdirstripe",
+        about: "Show which metadata target has a directory.",
+        usage: dirs::GET_USAGE,
+        run: dirs::getdirstripe,
+    },
+    Command {
+        name: "mkdir",
+        about: "Make a directory.",
+        usage: dirs::MKDIR_USAGE,
+        run: dirs::mkdir,
+    },
+    Command {
+        name: "pool_list",
+        about: "Show pools of targets, or the targets of a pool.",
+        usage: targets::POOL_USAGE,
+        run: targets::pool_list,
+    },
+    Command {
+        name: "check",
+        about: "Show whether servers can be reached.",
+        usage: targets::CHECK_USAGE,
+        run: targets::check,
+    },
+    Command {
+        name: "osts",
+        about: "List storage targets (OSTs).",
+        usage: "lfs osts [PATH]\n",
+        run: targets::osts,
+    },
+    Command {
+        name: "mdts",
+        about: "List metadata targets (MDTs).",
+        usage: "lfs mdts [PATH]\n",
+        run: targets::mdts,
+    },
+    Command {
+        name: "df",
+        about: "Show space and inodes by target.",
+        usage: df::USAGE,
+        run: df::run,
+    },
+    Command {
+        name: "path2fid",
+        about: "Show the FID of a path.",
+        usage: "lfs path2fid [--parents] PATH...\n",
+        run: fids::path2fid,
+    },
     Command {
         name: "fid2path",
+        about: "Show the paths of a FID.",
         usage: "lfs fid2path [-0] [-n] FSNAME|ROOT FID...\n",
         run: fids::fid2path,
     },
-    Command { name: "path", usage: path::USAGE, run: path::run },
-    Command { name: "seal", usage: seal::USAGE, run: seal::run },
-    Command { name: "verify", usage: verify::USAGE, run: verify::run },
-    Command { name: "help", usage: "lfs help [COMMAND]\n", run: help },
+    Command {
+        name: "path",
+        about: "Show the connections over which a mount reaches the servers of a file.",
+        usage: path::USAGE,
+        run: path::run,
+    },
+    Command {
+        name: "seal",
+        about: "Make files immutable, with their SHA-256.",
+        usage: seal::USAGE,
+        run: seal::run,
+    },
+    Command {
+        name: "verify",
+        about: "Read sealed files and compare them with their sums.",
+        usage: verify::USAGE,
+        run: verify::run,
+    },
+    Command {
+        name: "help",
+        about: "Show the usage of commands.",
+        usage: "lfs help [COMMAND]\n",
+        run: help,
+    },
 ];
 
 /// Lustre's other commands: known, and refused with an explanation.
@@ -194,6 +271,10 @@ pub fn main(mut args: Vec<OsString>) -> i32 {
         eprintln!("lfs: '{name}' is not a command; `lfs help` lists them");
         return libc::EINVAL;
     };
+    if args.iter().take_while(|a| *a != "--").any(|a| a == "--help") {
+        print!("{}", help_of(command));
+        return 0;
+    }
     let mut out = Output::default();
     let result = (command.run)(args, &mut out);
     out.flush();
@@ -211,10 +292,14 @@ pub fn main(mut args: Vec<OsString>) -> i32 {
 fn overview() -> String {
     let mut s = String::from("usage: lfs COMMAND [OPTION]... [ARGUMENT]...\nCommands:\n");
     for c in COMMANDS {
-        let _ = writeln!(s, "\t{}", c.name);
+        let _ = writeln!(s, "\t{:14}{}", c.name, c.about);
     }
-    s.push_str("`lfs help COMMAND` shows a command's options.\n");
+    s.push_str("`lfs COMMAND --help` shows a command's options.\n");
     s
+}
+
+fn help_of(c: &Command) -> String {
+    format!("{}\nusage: {}", c.about, c.usage)
 }
 
 fn help(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
@@ -225,7 +310,7 @@ fn help(args: Vec<OsString>, out: &mut Output) -> Result<(), Failure> {
         let name = a.to_string_lossy();
         let found = COMMANDS.iter().find(|c| c.name == name);
         let found = found.ok_or_else(|| Failure::invalid(format!("'{name}' is not a command")))?;
-        out.print(&format!("usage: {}", found.usage));
+        out.print(&help_of(found));
     }
     Ok(())
 }
@@ -290,6 +375,8 @@ mod tests {
         for c in COMMANDS {
             assert!(!LACKING.contains(&c.name), "{}", c.name);
             assert!(c.usage.starts_with("lfs ") && c.usage.ends_with('\n'), "{}", c.name);
+            assert_eq!(run(&[c.name, "-x", "--help"]), 0, "{}", c.name);
+            assert!(help_of(c).contains("\nusage: lfs "), "{}", c.name);
         }
     }
 }
