@@ -129,6 +129,7 @@ mountpoint = "{MOUNT}"
             os.makedirs(self.config(node))
             if node.role != "client":
                 self.put(node, "cluster.key", key.hex() + "\n", 0o600)
+                self.put(node, "admin.toml", f"mds = {json.dumps([f'{m.name}:{FABRIC}' for m in self.of('mds')])}\n")
                 {"mds": self.write_mds, "oss": self.write_oss}[node.role](node)
         client_key = self.client_key(key)
         for node in self.of("client"):
@@ -176,7 +177,7 @@ mountpoint = "{MOUNT}"
                    "--network", self.name, "--ip", self.address(node), *hosts,
                    "--label", f"strake.cluster={self.name}", "--label", f"strake.rack={node.rack}",
                    "--security-opt", "seccomp=unconfined", "--log-opt", "max-size=64m",
-                   "-v", f"{self.config(node)}:/etc/strake:ro"]
+                   "--ulimit", "memlock=-1", "-v", f"{self.config(node)}:/etc/strake"]
         if node.role == "client":
             command += ["--device", "/dev/fuse", "--cap-add", "SYS_ADMIN", "--security-opt", "apparmor=unconfined", self.saved["image"],
                         "mount", "--config", "/etc/strake/mount.toml", "--foreground", "-o", "retry=10"]
@@ -256,6 +257,9 @@ mountpoint = "{MOUNT}"
         until("the cluster is not in service (./cluster status, ./cluster logs NODE)", self.all_in_service, args.timeout)
         say(f"in service after {time.monotonic() - began:.1f} s: 3 metadata servers, 4 storage servers, 2 clients with {MOUNT}")
         print("./cluster status | shell NODE | logs NODE | chaos | down")
+        print("in a node of a server: ./cluster shell mds1 strake status, strake target list, and so on")
+        if self.engine.own:
+            print(f"for docker itself: DOCKER_HOST=unix://{self.engine.run_dir}/docker.sock")
 
     def create(self, args):
         if os.path.exists(self.folder) and os.listdir(self.folder):
