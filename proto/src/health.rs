@@ -74,6 +74,8 @@ checks! {
     TARGET_LACKS_SPACE = "target-lacks-space", Warn, true;
     /// A target keeps chunks that are damaged on the replicas in sync.
     CHUNKS_KEPT = "chunks-kept", Warn, true;
+    /// A server's program is too old to say how it is.
+    OLD_PROGRAM = "old-program", Warn, false;
     /// A target is out of service.
     TARGET_DEAD = "target-dead", Warn, false;
     /// A target, or a rack, has little space left.

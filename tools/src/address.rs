@@ -81,7 +81,7 @@ impl Address {
     /// Finds the cluster: by the options, else the variables, a local cluster in the current
     /// folder, `/etc/strake/admin.toml`, or the mount in which the current folder lies.
     pub fn find(&self) -> Result<Place> {
-        match self.choose(&Surroundings::here()?)? {
+        match self.choose(&Surroundings::of(self)?)? {
             Way::Mds(mds, key) => {
                 let key = key_for(key.as_deref(), None)?;
                 Ok(Place { mds: endpoints(&mds)?, key, local: None })
@@ -101,13 +101,13 @@ impl Address {
         };
         let list = |text: &str| text.split(',').map(str::to_string).collect();
         if !self.mds.is_empty() {
-            return Ok(Way::Mds(self.mds.clone(), key(None)));
+            return Ok(Way::Mds(self.mds.clone(), key(here.file.cluster_key.as_ref())));
         }
         if let Some(dir) = &self.dir {
             return Ok(Way::Dir(dir.clone(), self.cluster_key.clone()));
         }
         if let Some(mds) = &here.mds {
-            return Ok(Way::Mds(list(mds), key(None)));
+            return Ok(Way::Mds(list(mds), key(here.file.cluster_key.as_ref())));
         }
         if let Some(dir) = &here.dir {
             return Ok(Way::Dir(dir.clone(), self.cluster_key.clone()));
@@ -119,7 +119,7 @@ impl Address {
             return Ok(Way::Mds(here.file.mds.clone(), key(here.file.cluster_key.as_ref())));
         }
         if let Some(source) = &here.mount
-            && let Ok(Source { mds, .. }) = Source::parse(source)
+            && let Ok(Source { mds, subtree: Some(_) }) = Source::parse(source)
             && !mds.is_empty()
         {
             return Ok(Way::Mds(mds, key(here.file.cluster_key.as_ref())));
@@ -134,9 +134,13 @@ impl Address {
 }
 
 impl Surroundings {
-    fn here() -> Result<Surroundings> {
+    /// The file is read only if it may count: a mistake in it is no matter then.
+    fn of(args: &Address) -> Result<Surroundings> {
         let of = |name| std::env::var_os(name).filter(|v| !v.is_empty());
-        let file = match Path::new(FILE).exists() {
+        let named = !args.mds.is_empty() || of(MDS_VARIABLE).is_some();
+        let has_key = args.cluster_key.is_some() || of(KEY_VARIABLE).is_some();
+        let counts = args.dir.is_none() && !(named && has_key);
+        let file = match counts && Path::new(FILE).exists() {
             true => config::load(Some(Path::new(FILE)), Vec::new())?,
             false => AdminFile::default(),
         };
@@ -208,9 +212,8 @@ mod tests {
         assert_eq!(none.choose(&here).unwrap(), mds(&["f"], "kf"));
         here.file = AdminFile::default();
         assert_eq!(none.choose(&here).unwrap(), Way::Mds(all(&["m1:7400", "m2:5"]), None));
-        here.mount = Some("none".into());
-        assert_eq!(none.choose(&here).unwrap(), Way::Mds(all(&["none:7400"]), None));
-        here.mount = None;
+        // The name of a file system, not of a server.
+        here.mount = Some("strake".into());
         let e = none.choose(&here).unwrap_err();
         assert!(e.message.contains("--mds") && e.message.contains("admin.toml"), "{e}");
     }

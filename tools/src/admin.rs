@@ -56,7 +56,7 @@ pub async fn ask(addr: &str, key: &[u8; 32]) -> Result<pb::StatusReply> {
     let call = async {
         let reply = connect(addr, key)
             .await?
-            .status(pb::StatusRequest {})
+            .status(pb::StatusRequest::default())
             .await
             .map_err(|e| failed(&e.message()))?;
         Ok(reply.into_inner())

@@ -64,7 +64,12 @@ pub fn run(command: Command) -> Result<ExitCode> {
 
 /// Evicts the named clients, if any. Returns what was done, and the clients then.
 async fn act(g: &mut Group, names: &[String]) -> Result<(Vec<String>, Vec<pb::SessionStatus>)> {
-    let before = g.leader_status().await?.sessions;
+    let status = g.leader_status().await?;
+    if status.sessions_left_out > 0 {
+        let m = format!("{} clients are too many to be listed", status.sessions_left_out);
+        return Err(Error::new(Code::TooBig, m));
+    }
+    let before = status.sessions;
     if names.is_empty() {
         return Ok((Vec::new(), before));
     }

@@ -5,9 +5,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Value, json};
+use strake_fabric::Endpoint;
 use strake_mds::cluster::moves::is_moving;
 use strake_proto::{
-    Result,
+    Code, Result,
     health::{self as checks, Check, Severity},
     map::ChainExt,
     pb,
@@ -17,12 +18,24 @@ use strake_term::size;
 use crate::{status::Behind, targets::percent};
 
 /// A server's answer, or why there is none.
+#[derive(Clone)]
 pub(crate) struct Answer {
     /// The admin address that was asked.
     pub addr: String,
     /// Local time half-way between question and answer, in milliseconds since 1970.
     pub asked_ms: u64,
     pub reply: Result<pb::StatusReply>,
+    /// Where it was asked, if not at its admin address.
+    pub at: Vec<Endpoint>,
+    /// Whether it is known to be a metadata server.
+    pub is_mds: bool,
+}
+
+impl Answer {
+    /// The server's number; 0: it has not answered.
+    pub fn node(&self) -> u32 {
+        self.reply.as_ref().map_or(0, |s| s.node)
+    }
 }
 
 /// From what share of its capacity a target or a rack counts as nearly full, in percent.
@@ -170,13 +183,25 @@ impl Found {
         let known: Vec<&pb::StatusReply> =
             answers.iter().filter_map(|a| a.reply.as_ref().ok()).collect();
         if known.is_empty() {
-            let next = "start the servers, or name those that run by --admin";
-            return self.add(checks::NO_ANSWER, "no server answers", next);
+            let next = "start the servers, or name others";
+            self.add(checks::NO_ANSWER, "no server answers", next);
+            for a in answers {
+                let why = a.reply.as_ref().err().map_or("", |e| &e.message);
+                self.add(checks::NO_ANSWER, format!("{}: {why}", a.addr), next);
+            }
+            return;
         }
         for a in answers {
-            if let Err(e) = &a.reply {
-                let text = format!("{} does not answer: {}", a.addr, e.message);
-                self.add(checks::SERVER_SILENT, text, "start it, or see its log");
+            match &a.reply {
+                Err(e) if e.code == Code::OpNotSupp => {
+                    let text = format!("{}: {}", a.addr, e.message);
+                    self.add(checks::OLD_PROGRAM, text, "upgrade it, or ask it by --admin");
+                }
+                Err(e) => {
+                    let text = format!("{} does not answer: {}", a.addr, e.message);
+                    self.add(checks::SERVER_SILENT, text, "start it, or see its log");
+                }
+                Ok(_) => {}
             }
         }
         if !is_led(&known) {
@@ -223,8 +248,10 @@ impl Found {
             let off = ms.wrapping_sub(usual);
             if off.unsigned_abs() > CLOCKS_MS {
                 let way = if off > 0 { "ahead of" } else { "behind" };
-                let text =
-                    format!("the clock of {name} is {} s {way} the others'", off.abs() / 1000);
+                let text = format!(
+                    "the clock of {name} is {} s {way} the others'",
+                    off.unsigned_abs() / 1000
+                );
                 self.add(checks::CLOCK_OFF, text, "let NTP or chrony set it");
             }
         }
@@ -261,7 +288,7 @@ impl Found {
                 "`strake fsck` names the files; `strake target keep` takes back a target that returns",
             ),
         }
-        match count(&|c| is_short(map, c)) {
+        match count(&|c| is_short(map, c) && !gone(c)) {
             0 => {}
             n => self.add(
                 checks::WRITES_REFUSED,

@@ -41,7 +41,8 @@ pub struct InitArgs {
     /// What fails together with this host: its rack, room or switch.
     #[arg(long)]
     rack: Option<String>,
-    /// Folder for the keys and the configuration files.
+    /// Folder for the keys and the configuration files. Commands look for `admin.toml` in
+    /// /etc/strake only.
     #[arg(long, default_value = "/etc/strake")]
     etc: PathBuf,
     /// Folder for the metadata, on a disk with fast fsync.
@@ -178,8 +179,17 @@ fn host(args: &InitArgs) -> Result<Host> {
         return Err(inval("which hosts have metadata servers? Name them by --mds HOST,..."));
     }
     let hosts: Vec<String> = mds.iter().map(|m| host_of(m)).collect();
+    if mds.iter().any(|m| port_of(m) == u16::MAX) {
+        let m = "the port after a metadata server's is for its administration: 65534 is the last";
+        return Err(inval(m));
+    }
     let name = name.unwrap_or_else(|| rustix::system::uname().nodename().to_string_lossy().into());
-    let id = hosts.iter().position(|h| *h == name).map(|i| i + 1);
+    // A host may know itself by its full name.
+    let short = name.split('.').next().unwrap_or(&name);
+    let is = |wanted: &str| hosts.iter().position(|h| h == wanted);
+    let place = is(&name).or_else(|| is(short));
+    let id = place.map(|i| i + 1);
+    let name = place.map_or(name.clone(), |i| hosts[i].clone());
     if id.is_none() && targets.is_empty() {
         let m = format!(
             "nothing is to run on this host: '{name}' is not among {}, and no --target is given. \
@@ -240,7 +250,7 @@ fn target(text: &str) -> Result<(PathBuf, u64)> {
     let disk = rustix::fs::statvfs(there)
         .map_err(|e| Error::from(std::io::Error::from(e)).context(there.display().to_string()))?;
     let all = disk.f_blocks.saturating_mul(disk.f_frsize);
-    let most = all / 10 * 9 >> 30;
+    let most = (all / 10 * 9) >> 30;
     let gib = gib.unwrap_or(most);
     if gib == 0 || gib > most {
         let m = format!(
@@ -463,6 +473,8 @@ mod tests {
         assert!(files[1].1.contains("advertise = \"tcp:n1:17400\"\n"), "{}", files[1].1);
         assert!(files[2].1.contains("size = 2147483648\n") && files[2].1.contains("rack = \"r1\""));
         assert!(first.next().join("\n").contains("scp -p"));
+        let full = host(&args(dir.path(), "n2.example.com", &[])).unwrap();
+        assert_eq!((full.id, full.name.as_str()), (Some(2), "n2"));
         let stores = host(&args(dir.path(), "n9", &["/srv/a=1"])).unwrap();
         let files = stores.files().unwrap();
         assert_eq!(files[1].0.file_name().unwrap(), "oss-n9.toml");

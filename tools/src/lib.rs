@@ -128,7 +128,12 @@ pub fn main() -> ExitCode {
     let mounts = matches!(command, Command::Mount(_) | Command::Umount(_));
     let prints = matches!(
         command,
-        Command::Status(_) | Command::Scrub(_) | Command::Stats(_) | Command::Gds(_)
+        Command::Status(_)
+            | Command::Wait(_)
+            | Command::Client(_)
+            | Command::Scrub(_)
+            | Command::Stats(_)
+            | Command::Gds(_)
     );
     if prints || matches!(command, Command::Lfs { .. }) {
         end_with_the_pipe();

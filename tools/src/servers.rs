@@ -47,11 +47,12 @@ impl Servers {
         answer.unwrap_or_else(|_| Err(Error::new(Code::TimedOut, "no answer")))
     }
 
-    /// A server's status, from the first of its endpoints that answers.
-    pub async fn status(&self, endpoints: &[Endpoint]) -> Result<pb::StatusReply> {
+    /// A server's status, from the first of its endpoints that answers. `brief`: without map and
+    /// clients.
+    pub async fn status(&self, endpoints: &[Endpoint], brief: bool) -> Result<pb::StatusReply> {
         let mut last = Error::new(Code::NoDev, "no endpoint is known");
         for at in endpoints {
-            let request = Message::new(opcode::STATUS, pb::StatusRequest {}.encode_to_vec());
+            let request = Message::new(opcode::STATUS, pb::StatusRequest { brief }.encode_to_vec());
             match self.call(at, request, PATIENCE).await {
                 Ok(body) => {
                     let mut s = pb::StatusReply::decode(body)
@@ -60,7 +61,7 @@ impl Servers {
                     return Ok(s);
                 }
                 Err(e) if e.code == Code::OpNotSupp => {
-                    let m = "its program is too old for --mds: name its admin address by --admin";
+                    let m = "its program is too old to be asked for its status";
                     return Err(Error::new(e.code, m));
                 }
                 Err(e) => last = e,
@@ -74,7 +75,7 @@ impl Servers {
 /// of its host.
 fn reachable(admin: &str, at: &Endpoint) -> String {
     match (admin.parse::<std::net::SocketAddr>(), at) {
-        (Ok(a), Endpoint::Tcp(host, _)) if a.ip().is_unspecified() => {
+        (Ok(a), Endpoint::Tcp(host, _) | Endpoint::Rdma(host, _)) if a.ip().is_unspecified() => {
             let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
             format!("{host}:{}", a.port())
         }
@@ -83,31 +84,40 @@ fn reachable(admin: &str, at: &Endpoint) -> String {
 }
 
 /// Asks all servers of a cluster for their status. The metadata servers that are known name the
-/// others.
-pub(crate) async fn statuses(place: &Place) -> Result<Vec<Answer>> {
-    let servers = Servers::new(&place.key);
-    let given: Vec<(String, Vec<Endpoint>)> =
-        place.mds.iter().map(|at| Ok((at.clone(), vec![at.parse()?]))).collect::<Result<_>>()?;
-    let mut all = ask_each(&servers, given).await;
-    let known = |all: &[Answer]| -> Vec<u32> {
-        all.iter().filter_map(|a| a.reply.as_ref().ok()).map(|s| s.node).collect()
-    };
+/// others; then those that were named and do not answer are no matter.
+pub(crate) async fn statuses(servers: &Servers, place: &Place) -> Result<Vec<Answer>> {
+    let given = place.mds.iter().map(|at| {
+        Ok(Question { addr: at.clone(), at: vec![at.parse()?], is_mds: true, brief: false })
+    });
+    let mut all = ask_each(servers, given.collect::<Result<_>>()?).await;
     let maps = all.iter().filter_map(|a| a.reply.as_ref().ok()?.map.as_ref());
     let Some(map) = maps.max_by_key(|m| m.version).cloned() else { return Ok(all) };
-    let asked = known(&all);
-    let mut nodes: Vec<&pb::Node> = map.nodes.iter().filter(|n| !asked.contains(&n.id)).collect();
-    nodes.sort_by_key(|n| (n.role != ROLE_MDS, n.id));
-    // What did not answer at a given address is asked again, by its name and all its endpoints.
-    all.retain(|a| a.reply.is_ok() || !nodes.iter().any(|n| n.endpoints.contains(&a.addr)));
-    let others = nodes.iter().filter(|n| n.role == ROLE_MDS || serves(&map, n)).map(|n| {
-        let at = n.endpoints.iter().filter_map(|e| e.parse().ok()).collect();
-        (format!("{} ({})", n.name, n.endpoints.join(", ")), at)
+    all.retain(|a| a.reply.is_ok());
+    // Two addresses may be of one server.
+    all.sort_by_key(Answer::node);
+    all.dedup_by_key(|a| a.node());
+    let asked: Vec<u32> = all.iter().map(Answer::node).collect();
+    let is_mds = |n: &pb::Node| n.role == ROLE_MDS;
+    let wanted = |n: &&pb::Node| !asked.contains(&n.id) && (is_mds(n) || serves(&map, n));
+    let others = map.nodes.iter().filter(wanted).map(|n| Question {
+        addr: format!("{} ({})", n.name, n.endpoints.join(", ")),
+        at: n.endpoints.iter().filter_map(|e| e.parse().ok()).collect(),
+        is_mds: is_mds(n),
+        // The map is the same everywhere, and large.
+        brief: !is_mds(n),
     });
-    all.extend(ask_each(&servers, others.collect()).await);
-    let place =
-        |a: &Answer| a.reply.as_ref().map_or((2, 0), |s| (u8::from(s.role != "mds"), s.node));
-    all.sort_by_key(place);
+    all.extend(ask_each(servers, others.collect()).await);
+    all.sort_by_key(|a| (!a.is_mds, a.reply.is_err(), a.node()));
     Ok(all)
+}
+
+/// What is to be asked, and where.
+struct Question {
+    /// The server, for people.
+    addr: String,
+    at: Vec<Endpoint>,
+    is_mds: bool,
+    brief: bool,
 }
 
 /// Servers that do not answer, or have no admin address, by name.
@@ -119,9 +129,14 @@ pub(crate) async fn storage_admin(place: &Place) -> Result<(Vec<String>, Silent)
         return Ok((local.admin_oss(), Vec::new()));
     }
     let (mut addrs, mut unknown) = (Vec::new(), Vec::new());
-    for a in statuses(place).await? {
+    let all = statuses(&Servers::new(&place.key), place).await?;
+    if let (true, Some(e)) =
+        (all.iter().all(|a| a.reply.is_err()), all.iter().find_map(|a| a.reply.as_ref().err()))
+    {
+        return Err(e.clone().context("no metadata server answers"));
+    }
+    for a in all.into_iter().filter(|a| !a.is_mds) {
         match a.reply {
-            Ok(s) if s.role == "mds" => {}
             Ok(s) if s.admin.is_empty() => {
                 let m = format!("{}: no `admin` address in its configuration", s.name);
                 unknown.push((s.name, Error::new(Code::NoDev, m)));
@@ -141,14 +156,17 @@ fn serves(map: &pb::ClusterMap, n: &pb::Node) -> bool {
     n.role == ROLE_OSS && map.targets.iter().any(|t| t.node == n.id)
 }
 
-async fn ask_each(servers: &Servers, who: Vec<(String, Vec<Endpoint>)>) -> Vec<Answer> {
+async fn ask_each(servers: &Servers, all: Vec<Question>) -> Vec<Answer> {
     let mut asked = JoinSet::new();
-    for (addr, endpoints) in who {
+    for Question { addr, at, is_mds, brief } in all {
         let servers = servers.clone();
         asked.spawn(async move {
             let before = unix_ms();
-            let reply = servers.status(&endpoints).await;
-            Answer { asked_ms: before.midpoint(unix_ms()), addr, reply }
+            let reply = servers.status(&at, brief).await;
+            let asked_ms = before.midpoint(unix_ms());
+            let admin = reply.as_ref().map_or("", |s| &s.admin);
+            let addr = if admin.is_empty() { addr } else { admin.to_string() };
+            Answer { addr, at, asked_ms, reply, is_mds }
         });
     }
     asked.join_all().await

@@ -5,7 +5,7 @@ use std::{process::ExitCode, time::Duration};
 use clap::Args;
 use serde_json::{Value, json};
 use strake_proto::{
-    Result,
+    Code, Result,
     map::{ChainExt, ROLE_MDS},
     pb,
     pb::ReplicaState,
@@ -18,7 +18,7 @@ use crate::{
     admin::{ask, key_for},
     clients::session_json,
     health::{self, Answer, Health, is_short},
-    servers,
+    servers::{Servers, statuses},
     targets::{percent, slow_json, unix_ms},
 };
 
@@ -56,7 +56,7 @@ pub(crate) enum Found {
     /// By admin addresses, with the cluster key.
     Admin(Vec<String>, [u8; 32]),
     /// By metadata servers, which name the others.
-    Cluster(Place),
+    Cluster(Place, Servers),
 }
 
 impl ServerArgs {
@@ -68,7 +68,10 @@ impl ServerArgs {
         let place = self.address.find()?;
         Ok(match &place.local {
             Some(c) => Found::Admin([c.admin_mds(), c.admin_oss()].concat(), place.key),
-            None => Found::Cluster(place),
+            None => {
+                let servers = Servers::new(&place.key);
+                Found::Cluster(place, servers)
+            }
         })
     }
 }
@@ -76,7 +79,7 @@ impl ServerArgs {
 impl Found {
     async fn ask(&self) -> Result<Vec<Answer>> {
         let (addrs, key) = match self {
-            Found::Cluster(place) => return servers::statuses(place).await,
+            Found::Cluster(place, servers) => return statuses(servers, place).await,
             Found::Admin(addrs, key) => (addrs, key),
         };
         let mut asked = JoinSet::new();
@@ -88,6 +91,14 @@ impl Found {
         answers.sort_by_key(|(i, _)| *i);
         Ok(answers.into_iter().map(|(_, a)| a).collect())
     }
+
+    /// Asks one server again.
+    async fn again(&self, a: &Answer) -> Result<pb::StatusReply> {
+        match self {
+            Found::Cluster(_, servers) => servers.status(&a.at, true).await,
+            Found::Admin(_, key) => ask(&a.addr, key).await,
+        }
+    }
 }
 
 impl Seen {
@@ -95,16 +106,23 @@ impl Seen {
     /// take to apply it.
     pub(crate) async fn ask(found: &Found, catch_up: Duration) -> Result<Seen> {
         let answers = found.ask().await?;
-        let behind = stay_behind(&answers, found, catch_up).await?;
+        let behind = stay_behind(&answers, found, catch_up).await;
         let health = Health::of(&answers, newest_map(&answers), &behind);
         Ok(Seen { answers, behind, health })
+    }
+
+    /// Whether the key is wrong for all of them: waiting does not help.
+    pub(crate) fn is_refused(&self) -> bool {
+        let refused = |a: &Answer| a.reply.as_ref().is_err_and(|e| e.code == Code::Unauthenticated);
+        !self.answers.is_empty() && self.answers.iter().all(refused)
     }
 }
 
 async fn answer_of(addr: String, key: &[u8; 32]) -> Answer {
     let before = unix_ms();
     let reply = ask(&addr, key).await;
-    Answer { asked_ms: before.midpoint(unix_ms()), addr, reply }
+    let is_mds = reply.as_ref().is_ok_and(|s| s.role == "mds");
+    Answer { addr, at: Vec::new(), asked_ms: before.midpoint(unix_ms()), reply, is_mds }
 }
 
 pub fn status(args: &StatusArgs) -> Result<ExitCode> {
@@ -166,20 +184,27 @@ impl std::fmt::Display for Behind {
 pub(crate) const CATCH_UP: Duration = Duration::from_secs(3);
 
 /// Metadata servers that do not catch up with the leader's first answer.
-async fn stay_behind(answers: &[Answer], found: &Found, catch_up: Duration) -> Result<Vec<Behind>> {
+async fn stay_behind(answers: &[Answer], found: &Found, catch_up: Duration) -> Vec<Behind> {
     let leads =
         |s: &&pb::StatusReply| s.raft.as_ref().is_some_and(|r| r.leader == r.id && r.id != 0);
-    let Some(leader) = replies(answers).find(leads) else { return Ok(Vec::new()) };
-    let behind = |answers: &[Answer]| {
-        let members: Vec<pb::StatusReply> = replies(answers).cloned().collect();
-        Behind::of(leader, &members)
-    };
-    let (start, mut late) = (std::time::Instant::now(), behind(answers));
+    let Some(leader) = replies(answers).find(leads) else { return Vec::new() };
+    let behind =
+        |s: &pb::StatusReply| Behind::of(leader, std::slice::from_ref(s)).into_iter().next();
+    let mut late: Vec<(&Answer, Behind)> =
+        answers.iter().filter_map(|a| Some((a, behind(a.reply.as_ref().ok()?)?))).collect();
+    let start = std::time::Instant::now();
     while !late.is_empty() && start.elapsed() <= catch_up {
         tokio::time::sleep(CATCH_UP / 30).await;
-        late = behind(&found.ask().await?);
+        let mut still = Vec::new();
+        for (a, _) in late {
+            // One that does not answer now has answered before, so it is no matter here.
+            if let Some(b) = found.again(a).await.ok().and_then(|s| behind(&s)) {
+                still.push((a, b));
+            }
+        }
+        late = still;
     }
-    Ok(late)
+    late.into_iter().map(|(_, b)| b).collect()
 }
 
 fn replies(answers: &[Answer]) -> impl Iterator<Item = &pb::StatusReply> {

@@ -45,7 +45,11 @@ pub fn run(command: Command) -> Result<ExitCode> {
         Command::Status(a) => &a.reach,
         Command::Finish(a) => &a.reach,
     };
-    let (json, mut group) = (reach.json, Group::new(reach)?);
+    let json = reach.json;
+    let mut group = match &command {
+        Command::Status(_) => Group::to_list(reach)?,
+        Command::Finish(_) => Group::new(reach)?,
+    };
     group.asks_levels = true;
     crate::run(1, async {
         let outcome = match &command {

@@ -12,7 +12,7 @@ use strake_term::{Progress, size, span};
 use crate::{
     health::Health,
     members::UNFINISHED,
-    status::{Seen, ServerArgs},
+    status::{CATCH_UP, Seen, ServerArgs},
 };
 
 #[derive(Args)]
@@ -31,18 +31,24 @@ pub struct WaitArgs {
     servers: ServerArgs,
 }
 
-const LOOK: Duration = Duration::from_millis(500);
+const LOOK: Duration = Duration::from_secs(1);
 
 pub fn wait(args: &WaitArgs) -> Result<ExitCode> {
     let found = args.servers.find()?;
     let (start, limit) = (Instant::now(), Duration::from_secs(args.timeout));
-    let is_done = |h: &Health| if args.healthy { h.reasons.is_empty() } else { h.is_redundant() };
+    let is_done = |h: &Health| match args.healthy {
+        true => h.reasons.is_empty(),
+        false => h.exit_status() == 0,
+    };
     let mut progress = Progress::new();
     let (health, in_time) = crate::run(1, async {
         let mut first = None;
         loop {
             let left = limit.saturating_sub(start.elapsed());
-            let seen = Seen::ask(&found, crate::status::CATCH_UP.min(left)).await?;
+            let seen = Seen::ask(&found, CATCH_UP.min(left.max(LOOK))).await?;
+            if seen.is_refused() {
+                return Ok((seen.health, false));
+            }
             if is_done(&seen.health) || start.elapsed() >= limit {
                 let in_time = is_done(&seen.health);
                 return Ok((seen.health, in_time));
@@ -59,7 +65,8 @@ pub fn wait(args: &WaitArgs) -> Result<ExitCode> {
     }
     if !in_time {
         let what = if args.healthy { "healthy" } else { "redundant" };
-        eprintln!("strake: not {what} after {} s; the reasons are above", args.timeout);
+        let after = start.elapsed().as_secs();
+        eprintln!("strake: not {what} after {after} s; the reasons are above");
     }
     Ok(if in_time { ExitCode::SUCCESS } else { ExitCode::from(UNFINISHED) })
 }

@@ -150,8 +150,10 @@ impl LockWaiters {
         let mut at = self.shared.attempts_for("waiting for a lock", META_TRY);
         let reply: Result<Message> =
             self.metadata.call(opcode::LOCK_WAIT, |_| body.clone(), META_TRY, &mut at).await;
-        if reply.as_ref().is_err_and(|e| e.code == Code::NoSession) {
-            self.metadata.session_gone(&session);
+        if let Err(e) = &reply
+            && e.code == Code::NoSession
+        {
+            self.metadata.session_gone(&session, e);
         }
         decode(&reply?)
     }

@@ -107,10 +107,12 @@ impl Metadata {
             if let Some(s) = self.current_session() {
                 let patience = (HELLO_TRY * 2u32.saturating_pow(link.slow)).min(META_TRY);
                 match self.renew_on(&leader, &s, true, patience).await {
-                    // `NoSession`: the leader is the right one, but the session must be replaced,
-                    // which the next user does.
                     Ok(()) => self.shared.answered(Kind::Metadata, ""),
-                    Err(e) if e.code == Code::NoSession => {}
+                    // The leader is the right one, but the session must be replaced, which the next
+                    // user does.
+                    Err(e) if e.code == Code::NoSession => {
+                        tracing::warn!(session = s.id, "no session any more: {}", e.message);
+                    }
                     Err(e) => {
                         // The server is probably overloaded: starting again each time adds to that.
                         link.slow =

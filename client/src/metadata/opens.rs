@@ -162,7 +162,7 @@ impl Metadata {
                         drop(beside);
                         tokio::time::sleep(PAUSE).await;
                     }
-                    Err(e) if e.code == Code::NoSession => return self.session_gone(&s),
+                    Err(e) if e.code == Code::NoSession => return self.session_gone(&s, &e),
                     Err(e) => {
                         tracing::debug!("closing files: {e}");
                         if self.leader_failed(&leader, &e).await {

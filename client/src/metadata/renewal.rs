@@ -84,7 +84,7 @@ impl Metadata {
 
     /// The servers no longer know `session`: its unstable writes are lost to their files. The next
     /// operation opens a new session.
-    pub(crate) fn session_gone(&self, session: &Session) {
+    pub(crate) fn session_gone(&self, session: &Session, why: &Error) {
         let owner = self.owner();
         let mut current = self.session.lock();
         if current.as_ref().is_none_or(|s| s.id != session.id) {
@@ -106,7 +106,8 @@ impl Metadata {
         Counters::add(&self.shared.stats.sessions_lost, 1);
         tracing::warn!(
             session = session.id,
-            "the session is gone; unstable writes of open files are lost"
+            "the session is gone ({}); unstable writes of open files are lost",
+            why.message
         );
         if let Some(owner) = owner {
             owner.lost(session.id);
@@ -241,7 +242,7 @@ impl Metadata {
         };
         match outcome {
             Ok(()) => self.shared.answered(Kind::Metadata, ""),
-            Err(e) if e.code == Code::NoSession => self.session_gone(&s),
+            Err(e) if e.code == Code::NoSession => self.session_gone(&s, &e),
             // The pause is short: this runs again before the term is over.
             Err(e) => tracing::debug!("renewing the session: {e}"),
         }

@@ -123,7 +123,7 @@ impl Metadata {
                         return Ok(reply.results);
                     }
                     Err(e) if e.code == Code::NoSession => {
-                        self.session_gone(&s);
+                        self.session_gone(&s, &e);
                         if at.in_doubt && !is_repeatable(&request.ops) {
                             return Err(e.context(
                                 "the session was lost, and with it the answer to \

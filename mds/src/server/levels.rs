@@ -63,11 +63,16 @@ pub(super) async fn evict(member: &Member, mut those: Vec<(SessionId, String)>) 
         for (session, why) in batch {
             tracing::warn!(session, why, "a session is evicted");
         }
+        // Before they end: a client may ask at once, and once only.
+        member.with_lead(|l| {
+            batch.iter().for_each(|(id, why)| l.sessions.note_why(*id, why.clone()));
+            Ok(())
+        })?;
         let sessions = batch.iter().map(|(id, _)| *id).collect();
         member.propose(Command::SessionEnd(pb::SessionEnd { sessions, evict: true })).await?;
         let _ = member.with_lead(|l| {
-            for (id, why) in batch {
-                l.sessions.evicted(*id, why.clone());
+            for (id, _) in batch {
+                l.sessions.remove(*id);
                 l.lock_waiters.remove(*id);
             }
             Ok(())

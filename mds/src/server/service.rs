@@ -253,7 +253,7 @@ impl Mds {
             }
             opcode::MEMBERS => self.membership.members(decode(body)?).await,
             opcode::PROBE => self.membership.probed().await,
-            opcode::STATUS => Ok(status::encoded(self)),
+            opcode::STATUS => Ok(status::encoded(self, &decode(body)?)),
             opcode::FRONTIER => {
                 let r: pb::FrontierRequest = decode(body)?;
                 self.of_this_life(peer, r.incarnation)?;

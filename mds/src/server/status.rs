@@ -62,6 +62,7 @@ pub(super) fn status(mds: &Mds) -> pb::StatusReply {
         notices,
         notice_codes,
         unix_ms: member.env.unix_ms(),
+        sessions_left_out: 0,
         admin: member.cfg.admin.map(|a| a.to_string()).unwrap_or_default(),
         transports: traffic::transports(member.links.fabric()),
         map: Some(map.map.clone()),
@@ -72,12 +73,14 @@ pub(super) fn status(mds: &Mds) -> pb::StatusReply {
     }
 }
 
-/// The status in a message. Without its sessions if it would be too long with them.
-pub(super) fn encoded(mds: &Mds) -> Bytes {
+/// The status in a message, as asked for. Without its sessions if it would be too long with them.
+pub(super) fn encoded(mds: &Mds, request: &pb::StatusRequest) -> Bytes {
     let mut s = status(mds);
+    if request.brief {
+        (s.map, s.sessions) = (None, Vec::new());
+    }
     if s.encoded_len() > MAX_BODY as usize {
-        s.notices.push(format!("{} sessions are not listed: too many", s.sessions.len()));
-        s.notice_codes.push(String::new());
+        s.sessions_left_out = s.sessions.len() as u64;
         s.sessions.clear();
     }
     s.encode_to_vec().into()

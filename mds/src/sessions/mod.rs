@@ -172,9 +172,8 @@ impl Sessions {
         }
     }
 
-    /// The session was evicted for this reason.
-    pub(crate) fn evicted(&mut self, id: SessionId, why: String) {
-        self.remove(id);
+    /// The session is about to be evicted for this reason.
+    pub(crate) fn note_why(&mut self, id: SessionId, why: String) {
         self.why.insert(id, why);
         while self.why.len() > KEPT_REASONS {
             self.why.pop_first();

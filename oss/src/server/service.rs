@@ -15,7 +15,7 @@ use strake_proto::{
         MAX_EXTENTS,
     },
     layout::MAX_CHUNK,
-    opcode,
+    opcode, pb,
 };
 use strake_runtime::quiet::Quiet;
 use tokio::time::Instant;
@@ -147,7 +147,11 @@ impl Service for OssService {
                 return Ok(payloads::answer(opcode::ECHO, answer));
             }
             opcode::STATUS => {
-                return Ok(Message::new(m.opcode, status(&self.node).encode_to_vec()));
+                let request =
+                    pb::StatusRequest::decode(m.body).map_err(|e| inval(e.to_string()))?;
+                let mut s = status(&self.node);
+                s.map = s.map.filter(|_| !request.brief);
+                return Ok(Message::new(m.opcode, s.encode_to_vec()));
             }
             opcode::CLOCK => {
                 let clock = ctx.clock().ok_or_else(|| unknown_opcode(m.opcode))?;

@@ -221,7 +221,8 @@ impl Job {
     }
 
     fn directory(&self, path: &Path, ino: u64, map: &MapView) -> Result<Plain, Failure> {
-        let inherited = || Ok(Plain::of_effective(ino, &mount::effective(path)?, map));
+        let inherited =
+            || mount::effective(path).map(|layout| Plain::of_effective(ino, &layout, map));
         Ok(match mount::default_layout(path)? {
             Some(spec) => {
                 let mut own = Plain::of_default(ino, &spec, self.raw);

@@ -20,7 +20,7 @@ use super::{
 };
 
 pub const USAGE: &str = "lfs setstripe [-c COUNT] [-C COUNT] [-S SIZE] [-i OST] [-o OST,...] [-p POOL] [-L raid0]\n\
-                         \x20                   [--copies N | -N N] PATH...\n\
+                         \x20                   [--copies N | -N[N]] PATH...\n\
                          \x20      lfs setstripe -d DIRECTORY...\n";
 
 const OPTIONS: &[Opt] = &[

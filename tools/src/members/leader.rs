@@ -136,7 +136,7 @@ impl Group {
         loop {
             self.ask(None).await?;
             let Some(at) = self.finder.whom() else { continue };
-            match self.servers.status(&[at]).await {
+            match self.servers.status(&[at], false).await {
                 Err(e) if passes(&e) => self.pause(&e.message).await?,
                 r => return r,
             }

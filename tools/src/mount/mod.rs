@@ -4,7 +4,7 @@ mod background;
 mod daemon;
 pub mod helper;
 mod options;
-mod source;
+pub(crate) mod source;
 mod stats;
 mod umount;
 mod users;

@@ -249,7 +249,7 @@ async fn administration_answers_over_grpc() {
     let at = cfgs[0].admin.unwrap().to_string();
     let mut admin =
         pb::admin_client::AdminClient::new(strake_fabric::admin::connect(&at, &KEY).await.unwrap());
-    let s = admin.status(pb::StatusRequest {}).await.unwrap().into_inner();
+    let s = admin.status(pb::StatusRequest::default()).await.unwrap().into_inner();
     assert_eq!((s.role.as_str(), s.sessions[0].hostname.as_str()), ("mds", "h"));
     assert_eq!(s.raft.unwrap().leader, 1);
     let pool = |action| pb::PoolChangeRequest { pool: "fast".into(), action, targets: vec![] };

@@ -38,7 +38,7 @@ fn admin_needs_the_cluster_key() {
                     pb::PoolChangeRequest { pool: "evil".into(), action: 1, targets: vec![] };
                 assert!(
                     admin.pool_change(pool).await.is_err()
-                        && admin.status(pb::StatusRequest {}).await.is_err()
+                        && admin.status(pb::StatusRequest::default()).await.is_err()
                 );
                 assert!(
                     admin.scrub(pb::ScrubRequest { action: 1, targets: vec![] }).await.is_err()
@@ -51,7 +51,7 @@ fn admin_needs_the_cluster_key() {
             }
             let admin = strake_fabric::admin::connect(&addr, &cluster).await.unwrap();
             let mut admin = pb::admin_client::AdminClient::new(admin);
-            assert_eq!(admin.status(pb::StatusRequest {}).await.unwrap().into_inner().name, server);
+            assert_eq!(admin.status(pb::StatusRequest::default()).await.unwrap().into_inner().name, server);
         });
         // The cluster key proves nothing at the request port, which takes other keys.
         let port = c.endpoint(server).replace("tcp:", "");
