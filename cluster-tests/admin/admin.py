@@ -4,7 +4,7 @@ import contextlib, hashlib, json, os, shutil, subprocess, sys, threading, time, 
 HERE = os.path.dirname(os.path.realpath(__file__))
 sys.path.insert(0, f"{HERE}/../chaos")
 sys.dont_write_bytecode = True
-from cluster import FABRIC, MIB, MOUNT, Cluster, Node
+from cluster import FABRIC, MIB, MOUNT, Cluster, Node, memlock
 
 TREE = 24
 
@@ -350,7 +350,7 @@ class Admin:
             for h in hosts:
                 also = [f"--add-host={x.name}:{self.c.address(x)}" for x in hosts]
                 docker("run", "-d", "--name", self.c.container(h), "--hostname", h.name, "--network", self.c.name, "--ip", self.c.address(h), *also,
-                       "--label", f"strake.cluster={self.c.name}", "--security-opt", "seccomp=unconfined", "--ulimit", "memlock=-1",
+                       "--label", f"strake.cluster={self.c.name}", "--security-opt", "seccomp=unconfined", "--ulimit", f"memlock={memlock()}",
                        "--device", "/dev/fuse", "--cap-add", "SYS_ADMIN", "--security-opt", "apparmor=unconfined",
                        "--entrypoint", "/bin/sh", image, "-c", "while :; do sleep 1000; done")
                 self.sh(h, "mkdir -p /var/lib/strake /srv/strake /mnt/ai")

@@ -1,5 +1,5 @@
 """The cluster: which nodes there are, the files that configure them, and `up`, `down`, `status`, `shell`, `logs`."""
-import fcntl, hmac, json, os, secrets, shutil, subprocess, sys, time
+import fcntl, hmac, json, os, resource, secrets, shutil, subprocess, sys, time
 from engine import Engine, fail, import_image, say, until
 
 IMAGE = "strake:local"
@@ -13,6 +13,12 @@ class Node:
 
     def __init__(self, name, role, number, rack):
         self.name, self.role, self.number, self.rack = name, role, number, rack
+
+
+def memlock():
+    """How much memory a process may lock here, in bytes; -1: any amount. A container gets no more."""
+    most = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    return -1 if most == resource.RLIM_INFINITY else most
 
 
 def plan(mds=3, oss=4, clients=2):
@@ -177,7 +183,7 @@ mountpoint = "{MOUNT}"
                    "--network", self.name, "--ip", self.address(node), *hosts,
                    "--label", f"strake.cluster={self.name}", "--label", f"strake.rack={node.rack}",
                    "--security-opt", "seccomp=unconfined", "--log-opt", "max-size=64m",
-                   "--ulimit", "memlock=-1", "-v", f"{self.config(node)}:/etc/strake"]
+                   "--ulimit", f"memlock={memlock()}", "-v", f"{self.config(node)}:/etc/strake"]
         if node.role == "client":
             command += ["--device", "/dev/fuse", "--cap-add", "SYS_ADMIN", "--security-opt", "apparmor=unconfined", self.saved["image"],
                         "mount", "--config", "/etc/strake/mount.toml", "--foreground", "-o", "retry=10"]

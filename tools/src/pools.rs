@@ -1,7 +1,10 @@
 //! `strake pool list|new|add|remove|destroy`: named groups of targets to which files can be
 //! confined (`lfs setstripe -p`).
 
-use std::process::ExitCode;
+use std::{
+    process::ExitCode,
+    time::{Duration, Instant},
+};
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
@@ -14,6 +17,9 @@ use crate::{
     members::{Group, Reach, UNFINISHED, passes},
 };
 use pb::members_request::Change;
+
+/// How long a new pool's chains are waited for: the leader makes them within a second or two.
+const CHAINS: Duration = Duration::from_secs(10);
 
 #[derive(Subcommand)]
 pub enum Command {
@@ -121,7 +127,25 @@ async fn made(g: &mut Group, steps: &[pb::PoolChange]) -> Result<MapView> {
     for step in steps {
         make(g, step).await?;
     }
-    g.map().await
+    let begun = Instant::now();
+    loop {
+        let map = g.map().await?;
+        let waits =
+            |s: &pb::PoolChange| matches!(s.action, NEW | ADD) && lacks_chains(&map, &s.pool);
+        if !steps.iter().any(waits) || begun.elapsed() > CHAINS {
+            return Ok(map);
+        }
+        g.pause("the pool's chains are being made").await?;
+    }
+}
+
+/// Whether a pool that could have chains for the usual number of copies has none yet. Until then
+/// copies of its files may be outside of it.
+fn lacks_chains(map: &MapView, pool: &str) -> bool {
+    let copies = map.map.default_copies.max(1);
+    let Some(p) = map.map.pools.iter().find(|p| p.name == pool) else { return false };
+    let may = !p.targets.is_empty() && setstripe::servers_of(&map.map, Some(p)) >= copies as usize;
+    may && !map.map.sets.iter().any(|s| s.pool == pool && s.copies == copies)
 }
 
 async fn make(g: &mut Group, step: &pb::PoolChange) -> Result<()> {
@@ -167,7 +191,14 @@ fn too_small(map: &MapView) -> String {
     let copies = map.map.default_copies.max(1) as usize;
     let servers = |p: &pb::Pool| setstripe::servers_of(&map.map, Some(p));
     let small = map.map.pools.iter().filter(|p| !p.targets.is_empty() && servers(p) < copies);
-    small.fold(String::new(), |text, p| {
+    let lacking = map.map.pools.iter().filter(|p| lacks_chains(map, &p.name));
+    let lacking = lacking.fold(String::new(), |text, p| {
+        let name = &p.name;
+        text + &format!(
+            "note: pool {name} has no chains yet: its files have copies outside of it\n"
+        )
+    });
+    small.fold(lacking, |text, p| {
         text + &format!(
             "note: pool {} has targets on {} storage servers: files in it cannot have {copies} \
              copies, which is the default\n",
@@ -212,6 +243,15 @@ mod tests {
         let said = rows(&MapView::new(two).unwrap());
         assert!(said.contains("note: pool fast has targets on 1 storage servers"), "{said}");
         assert!(!said.contains("pool empty has"), "{said}");
+        // With two servers it can have chains, and has none yet.
+        let mut wide = map.map.clone();
+        wide.targets[2].node = 9;
+        (wide.default_copies, wide.nodes) = (2, Vec::new());
+        let map = MapView::new(wide.clone()).unwrap();
+        assert!(rows(&map).contains("note: pool fast has no chains yet"), "{}", rows(&map));
+        wide.sets = vec![pb::ChainSet { pool: "fast".into(), copies: 2, ..Default::default() }];
+        let map = MapView::new(wide).unwrap();
+        assert!(!rows(&map).contains("note:"), "{}", rows(&map));
     }
 
     #[test]

@@ -51,7 +51,10 @@ fn admin_needs_the_cluster_key() {
             }
             let admin = strake_fabric::admin::connect(&addr, &cluster).await.unwrap();
             let mut admin = pb::admin_client::AdminClient::new(admin);
-            assert_eq!(admin.status(pb::StatusRequest::default()).await.unwrap().into_inner().name, server);
+            assert_eq!(
+                admin.status(pb::StatusRequest::default()).await.unwrap().into_inner().name,
+                server
+            );
         });
         // The cluster key proves nothing at the request port, which takes other keys.
         let port = c.endpoint(server).replace("tcp:", "");
