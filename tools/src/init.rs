@@ -391,11 +391,7 @@ impl Host {
              mds = {mds:?}\n",
             name = self.name,
             key = self.etc.join("cluster.key"),
-            at = if self.name.contains(':') {
-                format!("[{}]", self.name)
-            } else {
-                self.name.clone()
-            },
+            at = self.name,
             admin = port + 1,
             mds = self.endpoints(),
         );

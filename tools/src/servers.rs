@@ -76,7 +76,6 @@ impl Servers {
 fn reachable(admin: &str, at: &Endpoint) -> String {
     match (admin.parse::<std::net::SocketAddr>(), at) {
         (Ok(a), Endpoint::Tcp(host, _) | Endpoint::Rdma(host, _)) if a.ip().is_unspecified() => {
-            let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
             format!("{host}:{}", a.port())
         }
         _ => admin.to_string(),
@@ -107,7 +106,7 @@ pub(crate) async fn statuses(servers: &Servers, place: &Place) -> Result<Vec<Ans
         brief: !is_mds(n),
     });
     all.extend(ask_each(servers, others.collect()).await);
-    all.sort_by_key(|a| (!a.is_mds, a.reply.is_err(), a.node()));
+    all.sort_by_key(|a| (!a.is_mds, a.reply.as_ref().map_or(a.addr.clone(), |s| s.name.clone())));
     Ok(all)
 }
 

@@ -41,9 +41,11 @@ impl SessionService {
         self.owners.lock().disconnected(peer.id);
     }
 
-    /// The machine that a session came from; empty if that is not known.
+    /// The address that a session came from; empty if that is not known.
     pub(super) fn machine_of(&self, session: SessionId) -> String {
-        self.owners.lock().machine(session).unwrap_or_default().to_string()
+        let owners = self.owners.lock();
+        let machine = owners.machine(session).unwrap_or_default();
+        machine.split_once(':').map_or(machine, |(_, host)| host).to_string()
     }
 
     /// Forgets the owners of sessions that have ended.
