@@ -8,7 +8,10 @@ use serde_json::{Value, json};
 use strake_proto::{Code, Error, Result, SessionId, pb};
 use strake_term::{span, table};
 
-use crate::members::{Group, Reach, UNFINISHED, passes};
+use crate::{
+    answers::session_json,
+    members::{Group, Reach, UNFINISHED, passes},
+};
 use pb::members_request::Change;
 
 #[derive(Subcommand)]
@@ -148,12 +151,6 @@ fn rows(all: &[pb::SessionStatus]) -> String {
 
 fn as_json(all: &[pb::SessionStatus], said: &[String]) -> Value {
     json!({ "message": said, "clients": all.iter().map(session_json).collect::<Vec<_>>() })
-}
-
-/// A session in JSON, also in that of `strake status`.
-pub(crate) fn session_json(s: &pb::SessionStatus) -> Value {
-    json!({ "id": s.id, "hostname": s.hostname, "address": s.address, "pid": s.pid,
-        "version": s.version, "idle_ms": s.idle_ms, "opens": s.opens, "locks": s.locks })
 }
 
 #[cfg(test)]

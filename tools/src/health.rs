@@ -5,38 +5,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Value, json};
-use strake_fabric::Endpoint;
 use strake_mds::cluster::moves::is_moving;
 use strake_proto::{
-    Code, Result,
+    Code,
     health::{self as checks, Check, Severity},
     map::ChainExt,
     pb,
 };
 use strake_term::size;
 
-use crate::{status::Behind, targets::percent};
-
-/// A server's answer, or why there is none.
-#[derive(Clone)]
-pub(crate) struct Answer {
-    /// The admin address that was asked.
-    pub addr: String,
-    /// Local time half-way between question and answer, in milliseconds since 1970.
-    pub asked_ms: u64,
-    pub reply: Result<pb::StatusReply>,
-    /// Where it was asked, if not at its admin address.
-    pub at: Vec<Endpoint>,
-    /// Whether it is known to be a metadata server.
-    pub is_mds: bool,
-}
-
-impl Answer {
-    /// The server's number; 0: it has not answered.
-    pub fn node(&self) -> u32 {
-        self.reply.as_ref().map_or(0, |s| s.node)
-    }
-}
+use crate::answers::{Answer, Behind, percent};
 
 /// From what share of its capacity a target or a rack counts as nearly full, in percent.
 const NEARLY_FULL: f64 = 85.0;

@@ -6,6 +6,7 @@
 mod add_target;
 mod address;
 mod admin;
+mod answers;
 mod bench;
 mod clients;
 mod config;

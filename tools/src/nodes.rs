@@ -12,6 +12,7 @@ use strake_proto::{
 use strake_term::{size, table};
 
 use crate::{
+    answers::percent,
     members::{Group, Reach},
     targets::{self, Held},
 };
@@ -147,11 +148,7 @@ impl Server<'_> {
     }
 
     fn percent(&self) -> f64 {
-        targets::percent(&pb::Target {
-            used: self.used,
-            capacity: self.capacity,
-            ..Default::default()
-        })
+        percent(&pb::Target { used: self.used, capacity: self.capacity, ..Default::default() })
     }
 
     fn as_json(&self) -> Value {

@@ -13,7 +13,11 @@ use strake_proto::{
 use strake_runtime::Env;
 use tokio::task::JoinSet;
 
-use crate::{address::Place, admin::PATIENCE, health::Answer, targets::unix_ms};
+use crate::{
+    address::Place,
+    admin::PATIENCE,
+    answers::{Answer, unix_ms},
+};
 
 /// Connections as a holder of the cluster key.
 #[derive(Clone)]

@@ -16,10 +16,9 @@ use tokio::task::JoinSet;
 use crate::{
     address::{Address, Place},
     admin::{ask, key_for},
-    clients::session_json,
-    health::{self, Answer, Health, is_short},
+    answers::{Answer, Behind, percent, session_json, slow_json, unix_ms},
+    health::{self, Health, is_short},
     servers::{Servers, statuses},
-    targets::{percent, slow_json, unix_ms},
 };
 
 /// Which servers to ask.
@@ -140,44 +139,6 @@ pub fn status(args: &StatusArgs) -> Result<ExitCode> {
         print_sessions(answers);
     }
     Ok(ExitCode::from(seen.health.exit_status()))
-}
-
-/// A metadata server that has not applied what the leader had committed a moment before.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Behind {
-    name: String,
-    applied: u64,
-    committed: u64,
-}
-
-impl Behind {
-    /// The members of `members`, asked after the leader, that are behind. Includes those that are
-    /// just catching up.
-    pub fn of(leader: &pb::StatusReply, members: &[pb::StatusReply]) -> Vec<Behind> {
-        let committed = leader.raft.as_ref().map_or(0, |r| r.committed);
-        let behind = |s: &pb::StatusReply| {
-            let r = s.raft.as_ref().filter(|r| r.applied < committed)?;
-            Some(Behind { name: s.name.clone(), applied: r.applied, committed })
-        };
-        members.iter().filter_map(behind).collect()
-    }
-
-    /// Why it does not catch up, if it does not.
-    pub fn why(&self) -> String {
-        format!(
-            "{} has applied entry {} of {} and does not catch up, so it counts toward no \
-             majority. If its folder was lost or emptied, the others do not take it back under \
-             its id: run `strake mds replace` (docs/operations.md, 'Changing the group of \
-             metadata servers'). Otherwise see its log",
-            self.name, self.applied, self.committed
-        )
-    }
-}
-
-impl std::fmt::Display for Behind {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} has applied entry {} of {}", self.name, self.applied, self.committed)
-    }
 }
 
 /// How long a member may take to apply what the leader had committed.
@@ -423,29 +384,4 @@ fn as_json(seen: &Seen, map: Option<&pb::ClusterMap>) -> Value {
         .map(|b| json!({ "name": b.name, "applied": b.applied, "committed": b.committed }))
         .collect();
     json!({ "health": seen.health.json(), "servers": servers, "map": map, "behind": behind })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn who_lacks_what_was_agreed_is_behind() {
-        let at = |name: &str, applied, committed| pb::StatusReply {
-            name: name.into(),
-            raft: Some(pb::RaftStatus { applied, committed, ..Default::default() }),
-            ..Default::default()
-        };
-        let all = [
-            at("a", 90, 90),
-            at("b", 89, 95),
-            at("c", 0, 0),
-            at("d", 100, 100),
-            pb::StatusReply::default(),
-        ];
-        let behind = Behind::of(&at("d", 80, 90), &all);
-        assert_eq!(behind.iter().map(|b| b.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
-        assert!(behind[1].why().starts_with("c has applied entry 0 of 90 and does not catch up"));
-        assert_eq!(Behind::of(&pb::StatusReply::default(), &all), []);
-    }
 }

@@ -5,7 +5,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     process::ExitCode,
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use clap::{Args, Subcommand};
@@ -15,7 +15,7 @@ use strake_mds::cluster::{
         MOVES, is_moving,
         target_action::{DRAIN, GIVE_UP, REMOVE},
     },
-    slow::{what, words},
+    slow::words,
 };
 use strake_proto::{
     ChainId, Code, Error, Result, TargetId,
@@ -28,6 +28,7 @@ use strake_term::{size, span, table};
 use crate::{
     add_target::{self, AddArgs},
     address::Place,
+    answers::{percent, slow_json, unix_ms},
     losses,
     members::{Group, Reach, UNFINISHED, passes},
     scrub::{self, Damage},
@@ -164,11 +165,6 @@ fn act_by(
         }
         Ok(ExitCode::SUCCESS)
     })
-}
-
-/// The time by this machine's clock, in milliseconds since 1970.
-pub(crate) fn unix_ms() -> u64 {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
 
 /// Makes a change, waiting while errors are temporary. `EBUSY`, when something is in the way, is
@@ -504,25 +500,8 @@ fn state(t: &pb::Target, h: &Held, slow: bool) -> String {
     words.into_iter().collect::<Vec<_>>().join(", ")
 }
 
-/// How full a target is, with one decimal.
-pub fn percent(t: &pb::Target) -> f64 {
-    (t.used as f64 * 1000.0 / t.capacity.max(1) as f64).round() / 10.0
-}
-
 fn node_name(map: &MapView, t: &pb::Target) -> String {
     map.node(t.node).map(|n| n.name.clone()).unwrap_or_default()
-}
-
-/// The JSON of `strake status` and `strake target list` about a slow target.
-pub(crate) fn slow_json(s: &pb::Slow) -> Value {
-    let what = match s.what {
-        what::READS => "reads",
-        what::CHANGES => "changes",
-        _ => "stalls",
-    };
-    json!({
-        "since_ms": s.since_ms, "what": what, "each_us": s.each_us, "peers_us": s.peers_us, "median_us": s.median_us, "p99_us": s.p99_us,
-    })
 }
 
 /// A line about each slow target. `unix_ms`: the current time.

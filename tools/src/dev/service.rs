@@ -6,7 +6,7 @@ use strake_proto::{Code, Error, Result, map::ChainExt, pb};
 use strake_term::Progress;
 
 use super::{Cluster, process, process::Role};
-use crate::{admin, status::Behind};
+use crate::{admin, answers::Behind};
 
 /// If the state does not change for this long while something is known to be missing, it will not
 /// change. A storage server looks for a missing disk every 5 s.

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, fmt::Write as _};
 
 use strake_proto::{
-    ChainId, Fid, Ino, Result, TargetId,
+    Fid, Ino, Result, TargetId,
     ids::TARGET_UNASSIGNED,
     layout::{DEFAULT_STRIPE_SIZE, StripeMap},
     map::{ChainExt, MapView},
@@ -120,7 +120,7 @@ impl Plain {
             generation: layout.generation.saturating_sub(layout.drafts),
             stripe_offset: objects.first().map_or(-1, |o| i64::from(o.ost)),
             pool: c.pool.clone(),
-            copies: stripes.chains.first().map_or(0, |c| wanted(map, *c)),
+            copies: c.copies,
             objects,
             directory: false,
         })
@@ -151,16 +151,13 @@ impl Plain {
     }
 
     /// The layout that a directory without a default of its own passes on.
-    pub fn of_effective(ino: Ino, layout: &pb::Layout, map: &MapView) -> Plain {
+    pub fn of_effective(ino: Ino, layout: &pb::Layout) -> Plain {
         let c = layout.components.first().cloned().unwrap_or_default();
         let count = c.set.as_ref().map_or(c.chains.len() as u32, |s| s.count).max(1);
         let spec = pb::LayoutSpec {
             stripe_size: c.stripe_size,
             stripe_count: i32::try_from(count).unwrap_or(-1),
-            copies: match &c.set {
-                Some(s) => map.set(s.set).map_or(0, |s| s.copies),
-                None => c.chains.first().map_or(0, |id| wanted(map, *id)),
-            },
+            copies: c.copies,
             pool: c.pool,
             ..Default::default()
         };
@@ -178,11 +175,6 @@ impl Plain {
             self.stripe_offset.to_string()
         }
     }
-}
-
-/// How many copies a chain is to have.
-fn wanted(map: &MapView, chain: ChainId) -> u32 {
-    map.chain(chain).map_or(0, |c| c.preferred.len() as u32)
 }
 
 /// The OSTs with replicas of a chain, its own first.

@@ -119,7 +119,7 @@ pub fn show_all(
         copies: on(14),
     };
     let file = Plain::of_file(ino, layout, map);
-    let all = [Plain::of_default(ino, spec, on(12)), Plain::of_effective(ino, layout, map)];
+    let all = [Plain::of_default(ino, spec, on(12)), Plain::of_effective(ino, layout)];
     all.into_iter()
         .chain(file)
         .map(|p| format::layout("path", &p, f, on(13).then_some(0)))
@@ -210,7 +210,7 @@ impl Job {
         } else if meta.is_dir() {
             let real = path.canonicalize().map_err(failed)?;
             if self.only.is_none() {
-                let plain = self.directory(&real, meta.ino(), map)?;
+                let plain = self.directory(&real, meta.ino())?;
                 out.print(&format::layout(&shown, &plain, self.fields, None));
             }
         }
@@ -220,9 +220,8 @@ impl Job {
         Ok(())
     }
 
-    fn directory(&self, path: &Path, ino: u64, map: &MapView) -> Result<Plain, Failure> {
-        let inherited =
-            || mount::effective(path).map(|layout| Plain::of_effective(ino, &layout, map));
+    fn directory(&self, path: &Path, ino: u64) -> Result<Plain, Failure> {
+        let inherited = || mount::effective(path).map(|layout| Plain::of_effective(ino, &layout));
         Ok(match mount::default_layout(path)? {
             Some(spec) => {
                 let mut own = Plain::of_default(ino, &spec, self.raw);
