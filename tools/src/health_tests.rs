@@ -1,4 +1,4 @@
-use strake_proto::{Code, Error, pb::ReplicaState};
+use strake_proto::{Error, Result, pb::ReplicaState};
 
 use super::*;
 
