@@ -13,7 +13,7 @@ use strake_term::{size, table};
 
 use crate::{
     answers::percent,
-    members::{Group, Reach},
+    members::{Group, Reach, UNFINISHED},
     targets::{self, Held},
 };
 
@@ -91,8 +91,15 @@ pub(crate) fn targets_of(map: &MapView, names: &[String]) -> Result<Vec<TargetId
 fn list(reach: &Reach) -> Result<ExitCode> {
     let mut group = Group::to_list(reach)?;
     crate::run(1, async {
-        let map = group.map().await?;
+        let map = group.map().await;
         group.done();
+        let map = match map {
+            Err(e) if e.code == Code::TimedOut => {
+                eprintln!("strake: {e}");
+                return Ok(ExitCode::from(UNFINISHED));
+            }
+            map => map?,
+        };
         let all: Vec<Server> = map
             .map
             .nodes

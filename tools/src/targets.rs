@@ -139,29 +139,26 @@ fn act_by(
     work: impl AsyncFnOnce(&mut Group) -> Result<Vec<String>>,
 ) -> Result<ExitCode> {
     crate::run(1, async {
-        let outcome = work(&mut group).await;
-        let now = match &outcome {
-            Ok(_) => Some((group.map().await?, group.ask(None).await?.slow)),
-            Err(_) => None,
-        };
+        let outcome: Result<_> = async {
+            let said = work(&mut group).await?;
+            Ok((said, group.map().await?, group.ask(None).await?.slow))
+        }
+        .await;
         group.done();
-        match (outcome, now) {
-            (Ok(said), Some((map, slow))) if json => {
-                println!("{:#}", as_json(&map, &slow, &said))
-            }
-            (Ok(said), Some((map, slow))) => {
+        match outcome {
+            Ok((said, map, slow)) if json => println!("{:#}", as_json(&map, &slow, &said)),
+            Ok((said, map, slow)) => {
                 said.iter().for_each(|line| println!("{line}"));
                 print!("{}{}", rows(&map, &slow), slowness(&map, &slow, unix_ms()));
             }
-            (Err(e), _) if e.code == Code::TimedOut => {
+            Err(e) if e.code == Code::TimedOut => {
                 eprintln!(
                     "strake: {e}; what was accepted goes on by itself: `strake target list` shows \
                      the progress"
                 );
                 return Ok(ExitCode::from(UNFINISHED));
             }
-            (Err(e), _) => return Err(e),
-            (Ok(_), None) => {}
+            Err(e) => return Err(e),
         }
         Ok(ExitCode::SUCCESS)
     })
