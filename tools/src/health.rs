@@ -98,8 +98,8 @@ impl Health {
         self.reasons.iter().all(|r| !r.check.redundancy)
     }
 
-    /// The exit status. 1: no server answers. 2: data is lost or out of service, or one more failure
-    /// may cost some. What moves does not count.
+    /// The exit status. 1: no server answers. 2: data is lost or out of service, or one more
+    /// failure may cost some. What moves does not count.
     pub fn exit_status(&self) -> u8 {
         let silent = self.reasons.iter().any(|r| r.check == checks::NO_ANSWER);
         match self.severity() {

@@ -111,7 +111,7 @@ pub fn scrub(args: &ScrubArgs) -> Result<ExitCode> {
     })
 }
 
-/// The storage servers' admin addresses, which of them are not known, metadata servers, and the key.
+/// Admin addresses of storage servers, those without one, metadata servers, and the key.
 async fn find(args: &ScrubArgs) -> Result<(Vec<String>, Silent, Vec<String>, [u8; 32])> {
     if args.admin.is_empty() {
         let place = args.address.find()?;
