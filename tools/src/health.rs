@@ -254,7 +254,10 @@ impl Found {
             0 => {}
             n => self.add(
                 checks::SINGLE_COPY_AWAY,
-                format!("{n} of {all} chains of one copy are out of service: files with one copy there wait"),
+                format!(
+                    "{n} of {all} chains of one copy are out of service: files with one copy \
+                     there wait"
+                ),
                 "start the servers that hold them",
             ),
         }
@@ -263,7 +266,8 @@ impl Found {
             n => self.add(
                 checks::DATA_LOST,
                 format!("{n} of {all} chains lost their data with targets that were given up"),
-                "`strake fsck` names the files; `strake target keep` takes back a target that returns",
+                "`strake fsck` names the files; `strake target keep` takes back a target that \
+                 returns",
             ),
         }
         match count(&|c| is_short(map, c) && !gone(c)) {
