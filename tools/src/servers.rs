@@ -169,6 +169,7 @@ async fn ask_each(servers: &Servers, all: Vec<Question>) -> Vec<Answer> {
             let asked_ms = before.midpoint(unix_ms());
             let admin = reply.as_ref().map_or("", |s| &s.admin);
             let addr = if admin.is_empty() { addr } else { admin.to_string() };
+            let is_mds = reply.as_ref().map_or(is_mds, |s| s.role == "mds");
             Answer { addr, at, asked_ms, reply, is_mds }
         });
     }

@@ -10,7 +10,7 @@ use strake_fabric::{Endpoint, Message};
 use strake_proto::{Code, Error, Ino, Result, SessionId, map::ROLE_MDS, opcode, pb};
 use tokio::time::timeout;
 
-use super::{levels, member::Member, wire::encode};
+use super::{evictions, levels, member::Member, wire::encode};
 use crate::{
     cluster::{
         recovery,
@@ -88,7 +88,7 @@ impl Membership {
         self.member.node.read_barrier().await?;
         let why = |id: SessionId| format!("session {id} was evicted by an administrator");
         let those = e.sessions.into_iter().map(|id| (id, why(id))).collect();
-        levels::evict(&self.member, those).await
+        evictions::evict(&self.member, those).await
     }
 
     /// Every client has the map, so the number of pools is limited to a sensible one. The request

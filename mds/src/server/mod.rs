@@ -7,6 +7,7 @@
 //! | `call.rs` | what stays the same for a list while it is answered |
 //! | `member.rs` | what the others use: the log, the state, and what only the leader knows |
 //! | `session_service.rs` | sessions, and the files that they hold open ([`crate::sessions`]) |
+//! | `evictions.rs` | evictions that are not for silence, with their reason |
 //! | `reads.rs` | lists that change nothing: read after a barrier |
 //! | `changes.rs` | lists that change something; each runs once ([`crate::request_dedup`]) |
 //! | `recalls.rs`, `lease_service.rs` | leases; clients are asked to forget and report |
@@ -32,6 +33,7 @@ mod chunks;
 mod config;
 mod disk;
 mod disk_space;
+mod evictions;
 mod fair;
 mod followers;
 mod heavy;

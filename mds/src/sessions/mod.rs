@@ -341,6 +341,13 @@ mod tests {
 
     const TERM: Duration = Duration::from_secs(30);
 
+    #[test]
+    fn the_last_reasons_of_evictions_are_known() {
+        let mut t = Sessions::default();
+        (1..=KEPT_REASONS as u64 + 1).for_each(|id| t.note_why(id, format!("why {id}")));
+        assert_eq!((t.why(1), t.why(2)), (None, Some("why 2")));
+    }
+
     fn s(n: u64) -> Duration {
         Duration::from_secs(n)
     }
